@@ -1,4 +1,4 @@
-"""One thread per test process: several processes with several threads each spend their time waiting for each other."""
+"""Shared fixtures. Each test process uses one thread, because threads of parallel processes slow each other down."""
 
 import importlib
 import os
@@ -17,12 +17,12 @@ from optimum_moonshot.model.offload import Offloaded
 from optimum_moonshot.solvers import base
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the processes that tests start
 
 
 @pytest.fixture
 def tokenizer():
-    """One token per printable character, as many as the tiny models have."""
+    """One token per printable character, for the vocabulary of the tiny models."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": 3, **{chr(32 + i): 4 + i for i in range(92)}}
@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def declared_writes(monkeypatch):
-    """Fails where an onloaded weight has other bits when it is dropped: a writer did not call `mark_written`."""
+    """Fail if a dropped onloaded weight has changed and its writer did not call `mark_written`."""
     onload, store = Offloaded._onload, Offloaded._store_written
 
     def bits(slot):
@@ -57,8 +57,8 @@ def declared_writes(monkeypatch):
     monkeypatch.setattr(Offloaded, "_store_written", compare)
 
 
-class Brought:
-    """Which weights that are elsewhere are present, and how many blocks' were at once."""
+class OnloadCount:
+    """The offloaded blocks that are onloaded, and the largest number at once."""
 
     def __init__(self):
         self.present, self.most = set(), 0
@@ -66,26 +66,26 @@ class Brought:
 
 @pytest.fixture
 def brought(monkeypatch):
-    """Counts the blocks whose weights come and go."""
-    found, onload, clear = Brought(), Offloaded._onload, Offloaded._clear
+    """Count the blocks that are onloaded at once."""
+    counter, onload, clear = OnloadCount(), Offloaded._onload, Offloaded._clear
 
     def count_in(weights):
-        found.present.add(id(weights))
-        found.most = max(found.most, len(found.present))
+        counter.present.add(id(weights))
+        counter.most = max(counter.most, len(counter.present))
         onload(weights)
 
     def count_out(weights):
-        found.present.discard(id(weights))
+        counter.present.discard(id(weights))
         clear(weights)
 
     monkeypatch.setattr(Offloaded, "_onload", count_in)
     monkeypatch.setattr(Offloaded, "_clear", count_out)
-    return found
+    return counter
 
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Solvers that a test registers are forgotten at its end."""
+    """Unregister the solvers of a test at its end."""
     monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
 
 
@@ -100,7 +100,7 @@ def packed(tmp_path_factory):
 
 @pytest.fixture
 def packed_copy(packed, tmp_path):
-    """A copy of it to damage."""
+    """A copy of `packed` that tests may damage."""
     return shutil.copytree(packed[0], tmp_path / "copy")
 
 

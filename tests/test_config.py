@@ -1,4 +1,4 @@
-"""A configuration is checked when it is made, and each message names the field and its value."""
+"""A configuration is validated on creation, and each message names the field and its value."""
 
 import dataclasses
 import itertools
@@ -55,14 +55,14 @@ BAD = {
 
 
 def usual(solver, **more):
-    """A configuration of a solver with a pattern that it takes."""
+    """A configuration of a solver with a pattern it supports."""
     structured = Unstructured not in solver_class(solver).patterns
     return MoonshotConfig(solver=solver, pattern="structured" if structured else "unstructured", sparsity=0.5, **more)
 
 
 def test_every_field_has_bad_values():
     fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
-    assert set(BAD) == fields - {"calibration"}  # any data; load_calibration refuses what is none
+    assert set(BAD) == fields - {"calibration"}  # any object; load_calibration validates it
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
@@ -87,11 +87,11 @@ def test_a_bad_value_is_refused_by_field_and_value(field, value):
         {"pattern": "1:1"},
     ],
 )
-def test_values_at_the_bounds_are_taken(values):
+def test_values_at_the_bounds_are_accepted(values):
     MoonshotConfig(**values)
 
 
-def test_expressions_are_any_sequence_of_strings():
+def test_expressions_may_be_any_sequence_of_strings():
     configs = [MoonshotConfig(sparsity=0.5, targets=kind(["mlp", "^q"]), ignore=kind(["up"])) for kind in (list, tuple)]
     assert configs[0] == configs[1] and hash(configs[0]) == hash(configs[1])
     assert configs[0].targets == ("mlp", "^q") and configs[0].ignore == ("up",)
@@ -109,7 +109,7 @@ def test_an_unstructured_pattern_needs_a_sparsity():
         MoonshotConfig()
 
 
-def test_fields_are_given_by_name_and_do_not_change():
+def test_fields_are_keyword_only_and_frozen():
     with pytest.raises(TypeError):
         MoonshotConfig("wanda")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -123,7 +123,7 @@ def test_the_pattern_is_parsed():
     assert structured.parsed_pattern == Structured(0.25, 4)
 
 
-def test_a_solver_that_cannot_make_a_pattern_says_so():
+def test_a_solver_refuses_an_unsupported_pattern():
     message = "pattern='structured': solver='sparsegpt' takes unstructured or n:m; choose another"
     with pytest.raises(MoonshotError, match=message):
         MoonshotConfig(solver="sparsegpt", pattern="structured", sparsity=0.5)
@@ -201,7 +201,7 @@ def test_a_configuration_survives_json(config):
     assert json.loads(json.dumps(values)) == values
 
 
-def test_from_dict_leaves_its_argument_alone_and_needs_no_version():
+def test_from_dict_keeps_its_argument_and_needs_no_version():
     values = {"sparsity": 0.5, "version": MoonshotConfig.VERSION}
     assert MoonshotConfig.from_dict(values) == MoonshotConfig.from_dict({"sparsity": 0.5})
     assert "version" in values
@@ -224,7 +224,7 @@ def test_the_dictionary_is_of_plain_types():
 
 
 @pytest.mark.parametrize("solver", solver_names())
-def test_the_shared_hyperparameters_read_as_what_they_are(solver):
+def test_shared_hyperparameters_read_as_their_values(solver):
     has = "damping" in solver_options(solver)
     config = usual(solver)
     assert config.damping == (0.01 if has else None) and config.block_size is None
@@ -245,11 +245,11 @@ def test_a_shared_hyperparameter_is_kept_in_one_place():
 
 
 def test_the_mapping_of_hyperparameters_is_copied():
-    given = {"block_size": 64}
-    config = MoonshotConfig(sparsity=0.5, solver_options=given)
-    given["block_size"] = 1
+    options = {"block_size": 64}
+    config = MoonshotConfig(sparsity=0.5, solver_options=options)
+    options["block_size"] = 1
     assert config.block_size == 64
-    assert MoonshotConfig(sparsity=0.5, solver_options=types.MappingProxyType(given)).block_size == 1
+    assert MoonshotConfig(sparsity=0.5, solver_options=types.MappingProxyType(options)).block_size == 1
 
 
 @pytest.mark.parametrize(
@@ -269,16 +269,16 @@ def test_hyperparameters_are_checked_by_their_solver(values, words):
         MoonshotConfig(sparsity=0.5, **values)
 
 
-@pytest.mark.parametrize("given", [{}, {"damping": 0.1}, {"block_size": 64}, {"damping": 0.1, "block_size": 64}])
+@pytest.mark.parametrize("options", [{}, {"damping": 0.1}, {"block_size": 64}, {"damping": 0.1, "block_size": 64}])
 @pytest.mark.parametrize("way", ["short", "long"])
-def test_a_configuration_goes_from_solver_to_solver(given, way):
+def test_a_configuration_can_change_its_solver(options, way):
     for first, second in itertools.permutations(solver_names(), 2):
         has = solver_options(first)
-        more = {"solver_options": {n: v for n, v in given.items() if n in has}} if way == "long" else given
+        more = {"solver_options": {n: v for n, v in options.items() if n in has}} if way == "long" else options
         other = usual(second)
         changes = {"solver": second, "pattern": other.pattern}
         changed = dataclasses.replace(usual(first, **more), **changes)
-        kept = {name: value for name, value in given.items() if way == "short" or name in has}
+        kept = {name: value for name, value in options.items() if way == "short" or name in has}
         assert changed == usual(second, **kept)
         assert changed.hyperparameters() == {
             **other.hyperparameters(), **{n: v for n, v in kept.items() if n in solver_options(second)}
@@ -286,7 +286,7 @@ def test_a_configuration_goes_from_solver_to_solver(given, way):
         assert dataclasses.replace(changed, damping=0.5).damping == 0.5
 
 
-def test_what_nobody_gave_is_the_next_solvers_own(registry):
+def test_unset_hyperparameters_are_the_next_solvers_defaults(registry):
     @base.register_solver("strong")
     @dataclasses.dataclass(frozen=True)
     class Strong(Wanda):
@@ -303,12 +303,12 @@ def test_what_nobody_gave_is_the_next_solvers_own(registry):
     assert dataclasses.replace(changed, solver="sparsegpt").damping == 0.01
     assert dataclasses.replace(changed, sparsity=0.6).damping == 0.3
     assert dataclasses.replace(MoonshotConfig(sparsity=0.5, damping=0.2), solver="strong").damping == 0.2
-    # The solver's own bounds hold, and what it says itself about values that are good one by one.
+    # The solver's bounds apply, and its checks of combinations of values.
     assert MoonshotConfig(sparsity=0.5, solver="strong", damping=5).make_solver().damping == 5
     assert MoonshotConfig(sparsity=0.5, solver="strong", damping=5, solver_options={"least": 4}).damping == 5
     with pytest.raises(MoonshotError, match="solver='strong': least: it exceeds the damping"):
         MoonshotConfig(sparsity=0.5, solver="strong", solver_options={"least": 4})
-    # None is a value where the solver says so.
+    # None is a value if the solver allows it.
     config = MoonshotConfig(sparsity=0.5, solver="strong", solver_options={"limit": None})
     assert config.hyperparameters() == {"damping": 0.3, "least": 0.0, "limit": None}
     with pytest.raises(MoonshotError, match="solver_options: limit=None: solver='sparsegpt' has no such"):
@@ -318,8 +318,8 @@ def test_what_nobody_gave_is_the_next_solvers_own(registry):
 
 def test_a_configuration_can_be_pickled():
     for config in (MoonshotConfig(sparsity=0.5), MoonshotConfig(sparsity=0.5, damping=0.2)):
-        found = pickle.loads(pickle.dumps(config))
-        assert found == config and repr(found) == repr(config)
+        copied = pickle.loads(pickle.dumps(config))
+        assert copied == config and repr(copied) == repr(config)
 
 
 def test_equal_settings_have_one_fingerprint():
@@ -335,14 +335,14 @@ def test_equal_settings_have_one_fingerprint():
         assert dataclasses.replace(config, **same).fingerprint() == config.fingerprint(), same
     for other in (dict(damping=0.02), dict(block_size=64), dict(seed=1), dict(lam=0.9), dict(targets=["mlp"])):
         assert dataclasses.replace(config, **other).fingerprint() != config.fingerprint(), other
-    # The first expression that is found decides, so their order is a setting.
+    # The first match decides, so the order is a setting.
     one, two = ({"mlp": 0.5, "up": 0.25}, {"up": 0.25, "mlp": 0.5})
     assert MoonshotConfig(allocation=one).fingerprint() != MoonshotConfig(allocation=two).fingerprint()
-    # What has no effect is no setting.
+    # Fields without effect do not count.
     assert usual("wanda", damping=0.1).fingerprint() == usual("wanda").fingerprint()
 
 
-def test_the_representation_says_what_is_not_usual():
+def test_the_representation_shows_changed_fields():
     assert repr(MoonshotConfig(sparsity=0.5)) == "MoonshotConfig(sparsity=0.5)"
     assert repr(MoonshotConfig(pattern="2:4", num_samples=128, calibration=[1])) == "MoonshotConfig(pattern='2:4')"
     for config in (

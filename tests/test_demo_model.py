@@ -1,4 +1,4 @@
-"""The shipped, trained model: what pruning does to a real language model, not only to random matrices."""
+"""The shipped, trained model: the effect of pruning on a real language model, not only on random matrices."""
 
 import runpy
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_osscar_removes_the_neurons_that_matter_least():
 
 
 @pytest.mark.slow
-def test_recovery_takes_most_of_the_damage_away():
+def test_recovery_repairs_most_of_the_damage():
     dense = pruned_perplexity(solver="magnitude", sparsity=0.0)
     pruned = pruned_perplexity(sparsity=0.8, lam=1.0)
     recovered = pruned_perplexity(sparsity=0.8, lam=1.0, recover="blockwise", recover_steps=15)

@@ -1,4 +1,4 @@
-"""What a source distribution and a wheel hold, and what a package index shows of the README."""
+"""The contents of the source distribution and the wheel, and the README on a package index."""
 
 import os
 import runpy
@@ -18,7 +18,7 @@ from optimum_moonshot.kernels import Library
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
-# Beside the sources in the repository, but not of them.
+# In the repository, but not part of the sources.
 LEFT_BEHIND = shutil.ignore_patterns(
     ".git", ".venv*", "*.egg-info", "build", "dist", "outputs", "site", "__pycache__", ".*_cache", "*.so"
 )
@@ -46,16 +46,16 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(source):
-    """The wheel that the source distribution gives."""
+    """The wheel built from the source distribution, path → content."""
     with zipfile.ZipFile(build(source, "wheel")) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 def files(folder, *parts):
-    """Of some parts of a folder, by their paths in it."""
-    found = [path for part in parts for path in [folder / part, *(folder / part).rglob("*")] if path.is_file()]
+    """The relative paths of the files in these parts of a folder."""
+    paths = [path for part in parts for path in [folder / part, *(folder / part).rglob("*")] if path.is_file()]
     made = lambda path: "__pycache__" in path.parts or path.suffix == ".so"  # noqa: E731
-    return {path.relative_to(folder).as_posix() for path in found if not made(path)}
+    return {path.relative_to(folder).as_posix() for path in paths if not made(path)}
 
 
 def test_the_source_distribution_has_tests_docs_and_examples(source):
@@ -70,7 +70,7 @@ def test_the_source_distribution_has_tests_docs_and_examples(source):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_and_what_it_reads(wheel):
+def test_the_wheel_has_the_package_and_its_data(wheel):
     named = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
     modules = {name for name in named if not name.endswith((".c", ".h"))}
     templates = ("card_template.md", "rotated_card_template.md")
@@ -84,7 +84,7 @@ def test_the_wheel_has_the_package_and_what_it_reads(wheel):
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-def test_the_wheel_is_for_every_python_and_its_library_has_every_function(wheel, tmp_path):
+def test_the_wheel_fits_every_python_and_its_library_is_complete(wheel, tmp_path):
     (name,) = (name for name in wheel if name.endswith("/WHEEL"))
     tag = Parser().parsestr(wheel[name].decode())["Tag"]
     assert tag.startswith("py3-none-") and not tag.endswith("any")
@@ -102,7 +102,7 @@ def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
 
 
 @pytest.mark.slow
-def test_the_index_shows_a_page_without_links_that_lead_nowhere(wheel):
+def test_the_index_page_has_no_dead_links(wheel):
     (name,) = (name for name in wheel if name.endswith("METADATA"))
     metadata = Parser().parsestr(wheel[name].decode())
     page = metadata.get_payload()

@@ -18,8 +18,8 @@ import optimum_moonshot
 import optimum_moonshot.solvers.base as solvers
 from optimum_moonshot.data import sources
 
-NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks with a "not run" reason
-# Seconds each.
+NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks that do not run
+# Pages that take several seconds each.
 LONG = {f"docs/{name}.md" for name in ("mixtures", "distributed", "choosing", "recovery", "language-models")}
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
 FIGURE = re.compile(r"\d+\.\d ± \d+\.\d")
@@ -48,11 +48,11 @@ def server():
 
 @pytest.fixture
 def stage(layout, server, tmp_path, monkeypatch):
-    """Change into a folder to run a page in; returns the Hub on which it publishes."""
+    """Change into a folder in which pages run; returns the simulated Hub."""
     shutil.copytree(layout, tmp_path / "stage")
     monkeypatch.chdir(tmp_path / "stage")
     monkeypatch.setattr(sources, "load_dataset", load_dataset)
-    monkeypatch.setattr(solvers, "_SOLVERS", dict(solvers._SOLVERS))  # a page may register its own
+    monkeypatch.setattr(solvers, "_SOLVERS", dict(solvers._SOLVERS))  # a page may register solvers
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     address, hub = server
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
@@ -69,7 +69,9 @@ def test_every_block_runs(page, stage):
 
 def test_every_block_has_a_language():
     assert not [(block.page, block.line, block.kind) for block in every_block() if block.kind not in KINDS]
-    assert sum(text.count("\n```") for text in map(read, PAGES)) == 2 * len(every_block())  # none is indented or open
+    assert sum(text.count("\n```") for text in map(read, PAGES)) == 2 * len(
+        every_block()
+    )  # no block is indented or unclosed
 
 
 def test_blocks_that_are_not_run_are_counted():

@@ -32,10 +32,10 @@ def run(name, monkeypatch, *args, **kwargs):
 def test_sparse_finetune(tiny, tmp_path, monkeypatch, capsys):
     output = str(tmp_path / "out")
     config = MoonshotConfig(sparsity=0.7, **SHORT)
-    found = run("sparse_finetune", monkeypatch, output, model=tiny, steps=10, config=config)
-    assert list(found) == ["dense", "pruned", "recovered"]
-    assert found["recovered"][0] < found["pruned"][0]
-    assert found["pruned"][1] == found["recovered"][1] == pytest.approx(0.7, abs=1e-3)
+    results = run("sparse_finetune", monkeypatch, output, model=tiny, steps=10, config=config)
+    assert list(results) == ["dense", "pruned", "recovered"]
+    assert results["recovered"][0] < results["pruned"][0]
+    assert results["pruned"][1] == results["recovered"][1] == pytest.approx(0.7, abs=1e-3)
     assert "recovered" in capsys.readouterr().out
     assert len(find_pruned(hf.AutoModelForCausalLM.from_pretrained(output))) == 14
 
@@ -44,9 +44,9 @@ def test_sparse_lora(tiny, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     output = str(tmp_path / "out")
     config = MoonshotConfig(pattern="2:4", **SHORT)
-    found = run("sparse_lora", monkeypatch, output, model=tiny, steps=10, config=config)
-    assert list(found) == ["dense", "pruned", "adapter", "merged"]
-    assert found["merged"][0] == pytest.approx(found["adapter"][0], rel=1e-5)
-    assert found["merged"][0] < found["pruned"][0] and found["merged"][1] == 0.5
+    results = run("sparse_lora", monkeypatch, output, model=tiny, steps=10, config=config)
+    assert list(results) == ["dense", "pruned", "adapter", "merged"]
+    assert results["merged"][0] == pytest.approx(results["adapter"][0], rel=1e-5)
+    assert results["merged"][0] < results["pruned"][0] and results["merged"][1] == 0.5
     for layer in find_pruned(hf.AutoModelForCausalLM.from_pretrained(output)):
         assert follows(layer.matrix, NM(2, 4)), layer.name

@@ -1,4 +1,4 @@
-"""Stored float64 results of the literal formulas; a second set is compared where it lies beside the repository."""
+"""Stored float64 results of the literal formulas; a second set is compared if it exists beside the repository."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def check(path):
     expected, keep = tensors["expected_weight"], tensors["expected_keep"]
     wrong = result.keep != keep
     assert wrong.sum() <= 0.002 * keep.numel()
-    right = ~wrong.any(1)  # a weight that goes instead of its near-equal changes all of its row
+    right = ~wrong.any(1)  # removing a weight instead of a near-equal one changes its whole row
     error = (result.weight - expected)[right].norm() / expected[right].norm()
     assert error < 1e-4
     assert result.damping == (config.damping if hasattr(config.make_solver(), "damping") else 0)

@@ -1,4 +1,4 @@
-"""Imports point one way: between the package's folders by their floors, and between all modules without a cycle."""
+"""Imports point in one direction: from higher to lower floors of packages, and without cycles between modules."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,7 +7,7 @@ from pathlib import Path
 import optimum_moonshot
 
 PACKAGE = Path(optimum_moonshot.__file__).parent
-# What stands on a floor imports what stands below it, or in the same folder.
+# A package imports only from lower floors, and from itself.
 FLOORS = (
     ("version", "errors", "devices"),
     ("files", "progress", "mapped"),
@@ -30,21 +30,21 @@ FLOORS = (
     ("commands",),
     ("__main__",),
 )
-# `__init__` names everything, when it is asked for; the quantizer that it registers loads the rest when it is used.
+# `__init__` imports its names lazily; the quantizer that it registers imports the rest on use.
 ENTRY = "__init__"
 HEAVY = {"transformers", "datasets", "huggingface_hub", "matplotlib", "optimum", "peft"}
 
 
 def modules():
-    """Module → its path, both without the package's name."""
+    """Module name without the package → path."""
     return {
         path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")
     }
 
 
 def imports(name, path):
-    """The modules of this package that a module imports, also those it imports late."""
-    known = modules()
+    """The modules of this package that a module imports, including lazy imports."""
+    ours = modules()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = name.split(".")[: -node.level] + (node.module.split(".") if node.module else [])
@@ -53,9 +53,9 @@ def imports(name, path):
         else:
             continue
         for alias in node.names:
-            for found in (".".join([*base, alias.name]), ".".join(base), ".".join([*base, "__init__"])):
-                if found in known and found != name:
-                    yield found
+            for target in (".".join([*base, alias.name]), ".".join(base), ".".join([*base, "__init__"])):
+                if target in ours and target != name:
+                    yield target
                     break
 
 
@@ -67,13 +67,13 @@ def graph():
     return {name: set(imports(name, path)) for name, path in modules().items() if name != ENTRY}
 
 
-def test_every_folder_stands_on_one_floor():
-    standing = [room for floor in FLOORS for room in floor]
-    assert sorted(standing) == sorted({folder(name) for name in modules()} - {ENTRY})
+def test_every_package_is_on_one_floor():
+    packages = [package for floor in FLOORS for package in floor]
+    assert sorted(packages) == sorted({folder(name) for name in modules()} - {ENTRY})
 
 
-def test_imports_go_down():
-    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+def test_imports_point_to_lower_floors():
+    floor = {package: height for height, packages in enumerate(FLOORS) for package in packages}
     wrong = [
         f"{name} imports {other}"
         for name, others in graph().items()
@@ -83,14 +83,14 @@ def test_imports_go_down():
     assert not wrong
 
 
-def test_no_module_imports_itself_through_others():
+def test_no_import_cycles():
     tuple(TopologicalSorter(graph()).static_order())
 
 
-def test_the_mathematics_needs_no_transformers():
+def test_numerical_packages_import_no_transformers():
     for name, path in modules().items():
         if folder(name) in ("objective", "solvers", "packing", "kernels", "errors"):
-            found = {
+            imported = {
                 alias.split(".")[0]
                 for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
                 for alias in (
@@ -101,7 +101,7 @@ def test_the_mathematics_needs_no_transformers():
                     else []
                 )
             }
-            assert not found & HEAVY, name
+            assert not imported & HEAVY, name
 
 
 def test_folders_are_two_levels_deep_at_most():

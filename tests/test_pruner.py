@@ -1,4 +1,4 @@
-"""The pruner on tiny models of every kind: what it prunes, what it must leave alone, and how it fails."""
+"""The pruner on tiny models of every kind: pruned and untouched layers, and errors."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_every_architecture(name, options, tmp_path, tokenizer):
     for layer in report.layers:
         weight = parameters.get(layer.name, parameters.get(f"{layer.name}.weight"))
         assert layer.sparsity == (weight == 0).sum().item() / weight.numel() == 0.5
-        # SparseGPT updates greedily, column by column: on matrices as tiny as these it may gain nothing.
+        # SparseGPT is greedy, column by column: on such small matrices it may not improve.
         assert layer.loss <= 1.01 * layer.loss_masked
         assert 0 < layer.reconstruction < 1 and 0 < layer.fisher < 1
     for key, tensor in model.state_dict().items():
@@ -55,7 +55,7 @@ def test_every_architecture(name, options, tmp_path, tokenizer):
 @pytest.mark.parametrize("solver", solver_names())
 @pytest.mark.parametrize("lam", [1.0, 0.5])
 def test_every_solver_prunes_whole_models(name, solver, lam):
-    """As its functional form prunes a matrix: the hooks deliver what that is given."""
+    """The result equals `prune_weight` on the statistics of each layer."""
     model = make(name)
     dense = weights(model)
     structured = Unstructured not in solver_class(solver).patterns
@@ -70,19 +70,19 @@ def test_every_solver_prunes_whole_models(name, solver, lam):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solving, "prune_layer", spy)
         report = prune(model, image_batches() if name == "vit" else token_batches(), **choice).report
-    slack = 1.1 if solver == "sparsegpt" else 1.0001  # column by column, it may gain nothing on tiny matrices
+    slack = 1.1 if solver == "sparsegpt" else 1.0001  # greedy by columns, it may not improve on tiny matrices
     for layer in report.layers:
         assert layer.sparsity == 0.5 and layer.loss <= slack * layer.loss_masked
-        matrix, statistics, found, group = seen[layer.name]
+        matrix, statistics, pruned, group = seen[layer.name]
         fisher = statistics.gradients
         if not statistics.diagonal and isinstance(fisher, SampleGradients | None):
             gradients = None if fisher is None else fisher.gradients
             alone = prune_weight(matrix, statistics.inputs, gradients, config=config(**choice, group_size=group))
-            assert torch.equal(found.matrix, alone.weight)
+            assert torch.equal(pruned.matrix, alone.weight)
     assert any(not torch.equal(dense[f"{layer.name}.weight"], seen[layer.name][2].parameter) for layer in report.layers)
 
 
-def test_what_mixtures_leave_dense_is_listed():
+def test_dense_layers_of_mixtures_are_listed():
     report = prune(make("mixtral")).report
     assert any("MixtralTopKRouter" in reason for reason in report.skipped.values())
     assert "MixtralTopKRouter" in report.table()
@@ -98,7 +98,7 @@ def test_tied_weights_stay_tied_and_dense(name):
     assert torch.equal(embedding, before)
 
 
-def test_a_tied_head_is_pruned_with_its_embedding_when_asked_for():
+def test_a_targeted_tied_head_is_pruned_with_its_embedding():
     model = make("llama-tied-biased")
     report = prune(model, targets=["lm_head"]).report
     assert [layer.name for layer in report.layers] == ["lm_head"]
@@ -129,7 +129,7 @@ def test_only_the_middle_block_has_a_step_when_only_it_is_pruned():
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.9])
-def test_runs_repeat_bit_for_bit_and_leave_global_randomness_alone(lam, tokenizer):
+def test_runs_repeat_bit_for_bit_and_keep_the_global_random_state(lam, tokenizer):
     text = ["some words that are long enough " * 3] * SAMPLES
     first, second = make("llama"), make("llama")
     state = torch.get_rng_state()
@@ -242,8 +242,8 @@ def test_half_precision_models_keep_float32_statistics(dtype, monkeypatch):
     exact = make("llama").to(dtype).float()
     prune(exact)
     for layer in report.layers:
-        found, expected = model.get_submodule(layer.name).weight, exact.get_submodule(layer.name).weight
-        assert ((found == 0) == (expected == 0)).float().mean() > 0.9
+        weight, reference = model.get_submodule(layer.name).weight, exact.get_submodule(layer.name).weight
+        assert ((weight == 0) == (reference == 0)).float().mean() > 0.9
 
 
 def test_magnitude_needs_no_data():
@@ -272,7 +272,7 @@ def test_layers_that_do_not_divide_into_groups_stay_dense_and_are_listed():
         prune(make("llama"), pattern="5:7")
 
 
-def test_models_without_a_loss_say_so():
+def test_models_without_a_loss_are_refused():
     bare = make("llama").model
     with pytest.raises(MoonshotError, match="returns no logits.*lam=1"):
         prune(bare)
@@ -285,16 +285,16 @@ def test_models_without_a_loss_say_so():
         prune(make("bert"))
 
 
-def test_a_loss_of_ones_own():
+def test_a_custom_loss():
     def loss(output, batch):
         return output.logits.float().square().mean((1, 2))
 
-    own, usual = make("llama"), make("llama")
-    pruner = MoonshotPruner(own, config(lam=0.1))
+    custom, default = make("llama"), make("llama")
+    pruner = MoonshotPruner(custom, config(lam=0.1))
     pruner.prune(token_batches(), loss=loss, progress=False)
-    prune(usual, lam=0.1)
+    prune(default, lam=0.1)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(own.state_dict()[name], usual.state_dict()[name])
+    assert not torch.equal(custom.state_dict()[name], default.state_dict()[name])
 
 
 def test_the_default_lambda_is_the_papers():
@@ -355,7 +355,7 @@ def test_from_pretrained_loads_the_class_that_was_saved(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, 200]], [[1, -1, 3]], [[1.0, 2.0, 3.0]]])
-def test_tokens_that_the_model_has_no_embedding_for_are_named(ids):
+def test_tokens_without_an_embedding_are_named(ids):
     with pytest.raises(MoonshotError, match=r"^input_ids: (token (200|-1) is outside|token ids are torch.float32)"):
         prune(make("llama"), [{"input_ids": torch.tensor(ids)}], num_samples=1)
 

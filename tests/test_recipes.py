@@ -1,4 +1,4 @@
-"""Recipes: one word for the settings that the measurements recommend."""
+"""Recipes: named settings that the measurements recommend."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from optimum_moonshot.commands import method_options
 from optimum_moonshot.recipes import BUDGETS
 
 
-def test_the_command_line_has_them_all():
+def test_the_command_line_has_all_recipes():
     assert method_options.BUDGETS == BUDGETS
 
 
@@ -17,7 +17,7 @@ def test_the_papers_recipe_is_the_default_configuration():
     assert MoonshotConfig.recipe(0.7, budget="paper") == MoonshotConfig(sparsity=0.7)
 
 
-def test_what_each_recipe_adds():
+def test_settings_of_each_recipe():
     config = MoonshotConfig.recipe(0.8)
     assert (config.solver, config.sparsity, config.lam) == ("alps", 0.8, 0.5)
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
@@ -28,18 +28,18 @@ def test_what_each_recipe_adds():
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_mixture_of_n_m_is_divided_by_every_recipe(budget):
+def test_every_recipe_allocates_a_mixture_of_n_m(budget):
     config = MoonshotConfig.recipe("n:4", budget, sparsity=0.5)
     assert (config.pattern, config.sparsity, config.allocation) == ("n:4", 0.5, "fisher")
 
 
-def test_fields_that_are_given_hold():
+def test_explicit_fields_override_the_recipe():
     config = MoonshotConfig.recipe(0.6, lam=1, rotation=None, num_samples=16)
     assert (config.lam, config.rotation, config.num_samples, config.allocation) == (1, None, 16, "fisher")
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "arguments, message",
     [
         ((0.5, "fast"), 'budget=\'fast\': use "paper" or "one-shot" or "recovered"'),
         ((None,), 'no recipe of None; give a sparsity such as 0.7, "n:m"'),
@@ -49,9 +49,9 @@ def test_fields_that_are_given_hold():
         (("5:4",), "pattern='5:4'"),
     ],
 )
-def test_what_is_no_recipe(given, message):
+def test_unknown_recipes_are_refused(arguments, message):
     with pytest.raises(MoonshotError) as error:
-        MoonshotConfig.recipe(*given)
+        MoonshotConfig.recipe(*arguments)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

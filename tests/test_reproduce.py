@@ -1,4 +1,4 @@
-"""The paper's tables on the shipped model, with few and short samples: every table runs and has its rows."""
+"""The paper's tables on the shipped model with a few short samples: every table runs and has its rows."""
 
 import functools
 import itertools
@@ -25,18 +25,18 @@ def table(tmp_path):
 
 
 def run(heldout, name, *more):
-    given = ["--model", DEMO, "--calibration", DEMO / "calibration.txt", "--datasets", heldout]
-    given += ["--tasks", "none", "--samples", 4, "--sequence-length", 32, "--lambdas", 0.5, 1.0, *more]
-    return reproduce_paper.main([str(part) for part in ["--table", name, *given]])
+    options = ["--model", DEMO, "--calibration", DEMO / "calibration.txt", "--datasets", heldout]
+    options += ["--tasks", "none", "--samples", 4, "--sequence-length", 32, "--lambdas", 0.5, 1.0, *more]
+    return reproduce_paper.main([str(part) for part in ["--table", name, *options]])
 
 
 def test_the_main_table_compares_the_baseline_with_the_selected_lambda(table, tmp_path, capsys):
     output = tmp_path / "table.json"
-    found = table("llama", "--seeds", 0, 1, "--only", "2:4, wanda", "--output", output)
-    assert list(found) == ["Dense", "2:4, Wanda", "2:4, MOONSHOT-Wanda"]
-    baseline, ours = found["2:4, Wanda"], found["2:4, MOONSHOT-Wanda"]
+    rows = table("llama", "--seeds", 0, 1, "--only", "2:4, wanda", "--output", output)
+    assert list(rows) == ["Dense", "2:4, Wanda", "2:4, MOONSHOT-Wanda"]
+    baseline, ours = rows["2:4, Wanda"], rows["2:4, MOONSHOT-Wanda"]
     assert baseline.lambdas == (1.0, 1.0) and set(ours.lambdas) <= {0.5, 1.0} and baseline.values["heldout.txt"].error
-    dense = found["Dense"].values["heldout.txt"].value
+    dense = rows["Dense"].values["heldout.txt"].value
     assert dense < min(row.values["heldout.txt"].value for row in (baseline, ours))
     document = json.loads(output.read_text())
     assert [row["method"] for row in document["table"]] == ["", "Wanda", "MOONSHOT-Wanda"]
@@ -62,9 +62,9 @@ def test_the_main_table_compares_the_baseline_with_the_selected_lambda(table, tm
     ],
 )
 def test_other_tables_have_their_rows(table, name, more, rows):
-    found = table(name, "--seeds", 0, "--sparsities", *more)
-    assert list(found) == ([] if name == "4" else ["Dense"]) + rows
-    assert name not in ("4", "6") or all(row.values["seconds"].value > 0 for row in found.values() if row.method)
+    results = table(name, "--seeds", 0, "--sparsities", *more)
+    assert list(results) == ([] if name == "4" else ["Dense"]) + rows
+    assert name not in ("4", "6") or all(row.values["seconds"].value > 0 for row in results.values() if row.method)
 
 
 def test_sparsities_share_a_calibration(table, monkeypatch):
@@ -75,9 +75,9 @@ def test_sparsities_share_a_calibration(table, monkeypatch):
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(reproduce_paper.MoonshotPruner, "sweep", sweep)
-    found = table("sparsity", "--seeds", 0, "--only", "5, wanda", "7, wanda", "--sparsities", 0.5, 0.7)
+    rows = table("sparsity", "--seeds", 0, "--only", "5, wanda", "7, wanda", "--sparsities", 0.5, 0.7)
     assert calls == [[0.5, 0.7]]
-    assert found["0.7, Wanda"].values["heldout.txt"].value > found["0.5, Wanda"].values["heldout.txt"].value
+    assert rows["0.7, Wanda"].values["heldout.txt"].value > rows["0.5, Wanda"].values["heldout.txt"].value
 
 
 def test_image_models_are_compared_with_the_fisher_loss_alone_by_cap(tmp_path, capsys):
@@ -90,15 +90,15 @@ def test_image_models_are_compared_with_the_fisher_loss_alone_by_cap(tmp_path, c
         folder = tmp_path / "photos" / f"c{label}"
         folder.mkdir(parents=True, exist_ok=True)
         image.new("RGB", (16, 16), (40 * label, 99 * number, 7)).save(folder / f"{number}.png")
-    given = ["--model", tmp_path / "deit", "--calibration", tmp_path / "photos", "--datasets", tmp_path / "photos"]
-    given = [*given, "--samples", 4, "--seeds", 0, "--lambdas", 0, 0.5, "--only", "0.7, CAP"]
-    found = reproduce_paper.main([str(part) for part in ["--table", "2", *given]])
-    assert list(found) == ["Dense", "0.7, CAP", "0.7, MOONSHOT-CAP"] and found["0.7, CAP"].lambdas == (0.0,)
-    timed = reproduce_paper.main([str(part) for part in ["--table", "4", *given[:-1], "0.6, CAP"]])
+    options = ["--model", tmp_path / "deit", "--calibration", tmp_path / "photos", "--datasets", tmp_path / "photos"]
+    options = [*options, "--samples", 4, "--seeds", 0, "--lambdas", 0, 0.5, "--only", "0.7, CAP"]
+    rows = reproduce_paper.main([str(part) for part in ["--table", "2", *options]])
+    assert list(rows) == ["Dense", "0.7, CAP", "0.7, MOONSHOT-CAP"] and rows["0.7, CAP"].lambdas == (0.0,)
+    timed = reproduce_paper.main([str(part) for part in ["--table", "4", *options[:-1], "0.6, CAP"]])
     assert list(timed) == ["0.5 to 0.9, CAP, λ = 0", "0.5 to 0.9, CAP, λ = 0.5"]
     assert "win rate" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="for language models"):
-        reproduce_paper.main([str(part) for part in ["--table", "3", *given]])
+        reproduce_paper.main([str(part) for part in ["--table", "3", *options]])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_image_models_are_compared_with_the_fisher_loss_alone_by_cap(tmp_path, c
         ("3", ["--lambdas", 0.5], "--lambdas: add 1, the baseline"),
     ],
 )
-def test_mistakes_are_found_before_measuring(table, name, more, words, monkeypatch):
+def test_invalid_options_are_rejected_before_measuring(table, name, more, words, monkeypatch):
     monkeypatch.setattr(reproduce_paper, "perplexity", None)
     with pytest.raises(SystemExit, match=words):
         table(name, *more)
@@ -117,7 +117,7 @@ def test_mistakes_are_found_before_measuring(table, name, more, words, monkeypat
 
 def test_every_number_of_the_paper_names_its_settings():
     of_kind = {number: kind for kind, numbers in reproduce_paper.KINDS.items() for number in numbers}
-    for number in (str(n) for n in range(1, 20) if n != 7):  # 7 lists how many rows were pruned at a time there
+    for number in (str(n) for n in range(1, 20) if n != 7):  # 7 lists the number of rows pruned at a time
         kind = of_kind.get(number, "language")
         settings = reproduce_paper.all_settings(reproduce_paper.TABLES[number], kind, None)
         solver = reproduce_paper.SOLVER_OF.get(number)

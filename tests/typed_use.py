@@ -1,4 +1,4 @@
-"""What a type checker tells a user of the package; `make lint` checks this file, and nothing imports it."""
+"""Expected types for users of the package; `make lint` checks this file, and nothing imports it."""
 
 from typing import Any, assert_type
 

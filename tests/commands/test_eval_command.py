@@ -1,4 +1,4 @@
-"""`moonshot eval`: one JSON for all that is measured, comparison with a baseline, and notes in the saved model."""
+"""`moonshot eval`: one JSON file for all metrics, comparison with a baseline, and the record in the saved model."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def read(folder):
     return json.loads((folder / "moonshot_report.json").read_text(encoding="utf-8"))["evaluations"]
 
 
-def test_everything_goes_into_one_file_and_into_the_saved_model(data, tmp_path, capsys):
+def test_all_results_are_written_to_one_file_and_to_the_saved_model(data, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     dense, ours, model = tmp_path / "dense.json", tmp_path / "ours.json", tmp_path / "pruned"
     save(model)
@@ -64,37 +64,38 @@ def test_everything_goes_into_one_file_and_into_the_saved_model(data, tmp_path, 
     assert document["win_rate"] == after.zero_shot.win_rate(before.zero_shot)
     assert f"win rate    {document['win_rate']:.2%} against" in printed
     assert f"(baseline {before.of('held.txt').value:.3f})" in printed
-    found, expected = read(model), after.measurements()
-    assert set(found) == set(expected) == {"held.txt", "letters", "words", "mean of 2 zero-shot tasks"}
-    for name, entry in found.items():
+    entries, expected = read(model), after.measurements()
+    assert set(entries) == set(expected) == {"held.txt", "letters", "words", "mean of 2 zero-shot tasks"}
+    for name, entry in entries.items():
         assert (entry["dense"], entry["pruned"]) == (before.measurements()[name].value, expected[name].value)
     card = (model / "README.md").read_text(encoding="utf-8")
     assert card.count("## Evaluation") == 1 and "| accuracy on letters | " in card
-    assert f"| perplexity on held.txt | {found['held.txt']['dense']:.2f} | {found['held.txt']['pruned']:.2f} |" in card
+    heldout = entries["held.txt"]
+    assert f"| perplexity on held.txt | {heldout['dense']:.2f} | {heldout['pruned']:.2f} |" in card
     assert "perplexity, before pruning" in card and str(tmp_path) not in card
 
 
-def test_json_on_the_screen(data, capsys):
+def test_json_on_standard_output(data, capsys):
     run(DEMO, "--dataset", data / "held.txt", *SHORT, "--limit", 3, "--json")
-    found = EvalReport.from_dict(json.loads(capsys.readouterr().out))
-    assert found.of(data / "held.txt").windows == 3 and found.zero_shot is None
+    report = EvalReport.from_dict(json.loads(capsys.readouterr().out))
+    assert report.of(data / "held.txt").windows == 3 and report.zero_shot is None
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """How the layers of the models that a command measures are held."""
-    runtimes, make_metric = [], evaluate.make_metric
+def runtimes(monkeypatch):
+    """The runtime of each layer in every model that a command measures."""
+    seen, make_metric = [], evaluate.make_metric
 
     def watch(model, *options):
-        runtimes.append(getattr(model, "moonshot_runtime", None))
+        seen.append(getattr(model, "moonshot_runtime", None))
         return make_metric(model, *options)
 
     monkeypatch.setattr(evaluate, "make_metric", watch)
-    return runtimes
+    return seen
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
-def test_a_pruned_model_is_measured_as_it_is_held(data, tmp_path, capsys, held, format):
+def test_a_pruned_model_is_measured_in_each_runtime(data, tmp_path, capsys, runtimes, format):
     model = data / "pruned"
     if format == "packed":
         convert(model, model := tmp_path / "packed", "packed")
@@ -103,7 +104,7 @@ def test_a_pruned_model_is_measured_as_it_is_held(data, tmp_path, capsys, held, 
         run(model, "--dataset", data / "held.txt", *SHORT, "--limit", 3, "--json", "--runtime", runtime)
         values.append(EvalReport.from_dict(json.loads(capsys.readouterr().out)).of(data / "held.txt").value)
     assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-3)
-    dense, packed, auto = held
+    dense, packed, auto = runtimes
     assert dense is None and packed.keys() == auto.keys()
     assert sum(what.startswith("packed: asked for") for what in packed.values()) > len(packed) / 2
     assert all(what.startswith("dense: ") for what in auto.values())  # they are too small to be faster
@@ -115,7 +116,7 @@ def test_only_a_pruned_model_has_a_runtime(data, capsys, runtime):
     assert status == 2 and lines[-1].endswith(f"--runtime {runtime}: {DEMO} is not pruned; leave the option out")
 
 
-def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsys):
+def test_earlier_results_are_written_when_a_later_one_fails(data, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("x")
     argv = [DEMO, "--dataset", data / "held.txt", tmp_path / "empty.txt", *SHORT, "--output", tmp_path / "out.json"]
     status, lines = failure(capsys, "eval", *argv)
@@ -139,7 +140,7 @@ def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsy
         (["--tasks", "YAML", "YAML"], "--tasks: duplicates"),
     ],
 )
-def test_mistakes_are_found_before_loading(data, tmp_path, capsys, argv, words):
+def test_invalid_options_are_rejected_before_loading(data, tmp_path, capsys, argv, words):
     if "--tasks" in argv:
         pytest.importorskip("lm_eval")
     other = EvalReport("m", {}, {}, ZeroShot({"piqa": 0.5}, {"piqa": None}, 0, None, {}))
@@ -149,24 +150,24 @@ def test_mistakes_are_found_before_loading(data, tmp_path, capsys, argv, words):
     assert status == 2 and words in lines[-1]
 
 
-def test_windows_that_do_not_compare_are_found_before_measuring(data, tmp_path, capsys):
+def test_incomparable_windows_are_rejected_before_measuring(data, tmp_path, capsys):
     EvalReport("m", {"held.txt": Perplexity(30.0, "held.txt", 9, 32, 9 * 31)}).save(tmp_path / "other.json")
     argv = [data / "pruned", "--dataset", data / "held.txt", *SHORT, "--baseline", tmp_path / "other.json"]
     status, lines = failure(capsys, "eval", *argv)
     assert status == 2 and "; use --sequence-length 32" in lines[-1]
 
 
-def test_other_numbers_of_windows_are_said(data, tmp_path, capsys):
+def test_a_different_number_of_windows_is_reported(data, tmp_path, capsys):
     EvalReport("m", {"held.txt": Perplexity(30.0, "held.txt", 9, 64, 9 * 63)}).save(tmp_path / "other.json")
     run(data / "pruned", "--dataset", data / "held.txt", *SHORT, "--limit", 2, "--baseline", tmp_path / "other.json")
     assert "(baseline 30.000, measured in another way)" in capsys.readouterr().out
 
 
-def test_recording_leaves_what_the_user_wrote(data, tmp_path):
+def test_recording_keeps_the_users_text(data, tmp_path):
     save(tmp_path / "mine")
     card = tmp_path / "mine" / "README.md"
     card.write_text(card.read_text(encoding="utf-8").replace("## Sparsity", "My own words.\n\n## Sparsity"))
-    for value in (20.0, 30.0):  # anew, then in place of it
+    for value in (20.0, 30.0):  # added, then replaced
         assert record(tmp_path / "mine", Perplexity(value, "/some/where/text.txt", 3, 64, 189))
         written = card.read_text(encoding="utf-8")
         assert f"| perplexity on text.txt |  | {value:.2f} |" in written and "/some/where" not in written
@@ -186,8 +187,8 @@ def test_accuracies_on_images_are_recorded(tmp_path):
     pruner.prune(progress=False).record(accuracy(pruner.model, image_batches()), before)
     pruner.save_pretrained(tmp_path)
     assert record(tmp_path, Accuracy(0.25, "photos", 6))
-    found = read(tmp_path)
-    assert found["list of 3 items"]["dense"] == before.value and found["photos"]["pruned"] == 0.25
+    entries = read(tmp_path)
+    assert entries["list of 3 items"]["dense"] == before.value and entries["photos"]["pruned"] == 0.25
     assert "| accuracy on photos |  | 0.25 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Disks that are full at any file of a command: one line that says so, nothing half-written, and a repeat goes on."""
+"""A full disk at any file of a command: a one-line error, no partial output, and a rerun that completes."""
 
 import resource
 import time
@@ -21,24 +21,24 @@ def stage(tmp_path_factory):
 
 
 @pytest.fixture
-def tried(stage, tmp_path, monkeypatch):
-    """A function that tries a command, again and again, in one folder with nothing but its own files."""
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # as the seconds that reports show
+def run(stage, tmp_path, monkeypatch):
+    """A function that runs a command in an otherwise empty folder, any number of times."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # reports contain seconds
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=0))
     return lambda kind: stage.work(kind, tmp_path)
 
 
-def limits(found):
-    """One byte less than the largest file has, than one in the middle, and none at all."""
-    sizes = sorted({len(content) for content in found.values()})
+def limits(contents):
+    """One byte less than the largest file, one byte less than the median one, and zero."""
+    sizes = sorted({len(content) for content in contents.values()})
     return [sizes[-1] - 1, sizes[len(sizes) // 2] - 1, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk(stage, tried, capsys, tmp_path, kind):
+def test_a_full_disk(stage, run, capsys, tmp_path, kind):
     stage.prepare(kind, tmp_path)
     before = files(tmp_path)
-    tried(kind)
+    run(kind)
     whole = files(tmp_path)
     model = tmp_path / "out" / ("model" if kind == "sweep" else "")
     assert weights(model)
@@ -47,23 +47,23 @@ def test_a_full_disk(stage, tried, capsys, tmp_path, kind):
         capsys.readouterr()
         with full_disk(limit):
             if kind in COMMANDS:
-                status, lines = failure_of(capsys, tried, kind)
+                status, lines = failure_of(capsys, run, kind)
                 assert status == 1 and len([line for line in lines if line.startswith("error")]) == 1
                 assert f"--output {tmp_path / 'out'}" in lines[-1] and "cannot be written: " in lines[-1], lines[-1]
             else:
                 with pytest.raises(MoonshotError, match=r"directory=.* cannot be written: .*(File too large|error 27)"):
-                    tried(kind)
+                    run(kind)
         left = files(tmp_path)
         if kind in SAVES:
             assert left == before
         elif kind != "sweep":
             assert not any(path.startswith("out/") for path in left)
         assert all(content == whole[path] for path, content in left.items() if path.startswith("out/seed"))
-        tried(kind)
+        run(kind)
         assert files(tmp_path) == whole
 
 
-def failure_of(capsys, tried, kind):
+def failure_of(capsys, run, kind):
     with pytest.raises(SystemExit) as caught:
-        tried(kind)
+        run(kind)
     return caught.value.code, capsys.readouterr().err.splitlines()

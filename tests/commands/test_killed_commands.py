@@ -1,4 +1,4 @@
-"""Commands that are killed, fail, or meet: the same command goes on without `--overwrite`, and nothing is mixed."""
+"""Commands that are killed, fail, or run concurrently: a rerun resumes without `--overwrite`, and results never mix."""
 
 import json
 import os
@@ -24,7 +24,7 @@ DATA = ["--calibration", DEMO / "calibration.txt", "--num-samples", "4", "--sequ
 PRUNE = ["--solver", "wanda", "--pattern", "2:4", "--lam", "1", "--targets", r"layers\.[01]\.", *DATA]
 SWEEP = ["--solver", "wanda", "--patterns", "2:4", "--lambdas", "0.5", "1", "--targets", r"layers\.0\.", *DATA]
 
-# Dies at a moment of the save, in a process of its own for each.
+# One process for each moment of the save; it is killed then.
 KILLED = """
 import os, signal, sys
 from optimum_moonshot import files
@@ -70,7 +70,7 @@ def left(folder):
 
 
 def kill(argv, *moments):
-    """Leave behind what a kill at each of these moments does, in a folder of its name."""
+    """Kill the command at each of these moments, in a folder named after it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", KILLED, ",".join(moments), *argv], capture_output=True, text=True, env=environment
@@ -78,12 +78,12 @@ def kill(argv, *moments):
     assert run.stdout.count(f"status {int(signal.SIGKILL)}\n") == len(moments), run.stderr
 
 
-def test_a_kill_while_saving_loses_nothing(capsys, tmp_path):
+def test_a_kill_while_saving_loses_no_results(capsys, tmp_path):
     kill(command("prune", tmp_path / "MOMENT", *PRUNE), "written", "half moved", "moved")
     assert any(name.startswith(".saving-") for name in left(tmp_path / "half moved"))
     assert "config.json" not in left(tmp_path / "half moved") and "config.json" in left(tmp_path / "moved")
     main(command("prune", tmp_path / "whole", *PRUNE))
-    # Another command is not let in, and nothing goes for it.
+    # A different command is refused, and deletes nothing.
     status, lines = failure(capsys, *command("prune", tmp_path / "moved", *PRUNE, "--damping", "0.02"))
     assert status == 2 and "--overwrite" in lines[-1]
     for moment in ("written", "half moved", "moved"):
@@ -92,13 +92,13 @@ def test_a_kill_while_saving_loses_nothing(capsys, tmp_path):
         assert left(tmp_path / moment) == left(tmp_path / "whole")
         assert not (tmp_path / f"{moment}.partial").exists()
         notes = json.loads((tmp_path / moment / "moonshot_report.json").read_text())["notes"]
-        # Once the model is safe, its results go.
+        # The results are deleted once the model is saved.
         assert any("14 layers were taken over" in note for note in notes) == (moment != "moved")
-    status, lines = failure(capsys, *command("prune", tmp_path / "moved", *PRUNE))  # it is done now
+    status, lines = failure(capsys, *command("prune", tmp_path / "moved", *PRUNE))  # it is complete now
     assert status == 2 and "--overwrite" in lines[-1]
 
 
-# Dies in the second block of a gradual recovery, between two of its stages.
+# Killed in the second block of a gradual recovery, between two stages.
 KILLED_RECOVERING = """
 import os, signal, sys
 from optimum_moonshot.__main__ import main
@@ -117,7 +117,7 @@ main(sys.argv[2:])
 """
 
 
-def test_a_kill_in_the_middle_of_a_recovery_goes_on_at_its_block(tmp_path):
+def test_a_recovery_killed_midway_resumes_at_its_block(tmp_path):
     options = [*PRUNE, "--recover", "gradual", "--recover-steps", "4"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     argv = command("prune", tmp_path / "out", *options)
@@ -141,20 +141,20 @@ def test_a_kill_in_the_middle_of_a_recovery_goes_on_at_its_block(tmp_path):
 
 
 def test_a_kill_while_the_chosen_model_is_saved(capsys, tmp_path, monkeypatch):
-    """Seeds that are finished are not done again, and the same model is chosen."""
+    """Finished seeds are not repeated, and the same model is chosen."""
     options = [*SWEEP, "--seeds", "0", "1", "--save"]
     kill(command("sweep", tmp_path / "MOMENT", *options), "half moved", "moved")
     main(command("sweep", tmp_path / "whole", *options))
-    told = capsys.readouterr().out.partition("saved")[0]
-    monkeypatch.setattr("optimum_moonshot.solvers.wanda.Wanda.solve", None)  # nothing is solved again
+    printed = capsys.readouterr().out.partition("saved")[0]
+    monkeypatch.setattr("optimum_moonshot.solvers.wanda.Wanda.solve", None)  # no layer may be solved again
     for moment in ("half moved", "moved"):
         output = tmp_path / moment
         before = [SweepReport.load(output / f"seed-{seed}") for seed in (0, 1)]
         assert not list((tmp_path / f"{moment}.partial" / "seed-0").glob("**/*.safetensors"))
-        if moment == "moved":  # the results went when the model was safe
+        if moment == "moved":  # the results were deleted after the save
             monkeypatch.undo()
         main(command("sweep", output, *options))
-        assert capsys.readouterr().out.partition("saved")[0] == told
+        assert capsys.readouterr().out.partition("saved")[0] == printed
         assert [SweepReport.load(output / f"seed-{seed}") for seed in (0, 1)] == before
         assert same(weights(output / "model"), weights(tmp_path / "whole" / "model"))
         assert left(output / "model") == left(tmp_path / "whole" / "model")
@@ -186,7 +186,7 @@ def test_a_sweep_killed_between_seeds_keeps_the_finished_ones(capsys, tmp_path, 
     partial.rmdir()
 
 
-def test_a_report_of_another_request_is_not_taken_over(tmp_path):
+def test_a_report_of_another_request_is_not_reused(tmp_path):
     parser = cli.argparse.ArgumentParser()
     cli.add_prune_options(parser)
     data = tmp_path / "data.txt"
@@ -225,7 +225,7 @@ def test_one_command_at_a_time_writes_to_a_folder(capsys, tmp_path):
     assert not left(tmp_path)
 
 
-def test_a_kill_before_the_first_file_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+def test_a_kill_before_the_first_complete_file_can_be_resumed(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "command.json.partial").write_text("{")
     main(command("prune", tmp_path / "out", *PRUNE))
@@ -239,11 +239,11 @@ def test_a_command_that_fails_before_it_writes_leaves_nothing(capsys, tmp_path):
     assert left(tmp_path) == {"packed"}
 
 
-def test_files_of_others_in_the_partial_folder_are_named(capsys, tmp_path):
+def test_foreign_files_in_the_partial_folder_are_named(capsys, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("precious")
     status, lines = failure(capsys, *command("prune", tmp_path / "out", *PRUNE))
-    assert status == 2 and "out.partial holds other files" in lines[-1]
+    assert status == 2 and "out.partial has other files" in lines[-1]
     assert left(tmp_path) == {"out.partial"} and left(tmp_path / "out.partial") == {"mine.txt"}
 
 
@@ -275,8 +275,8 @@ def test_a_full_disk_loses_nothing(capsys, tmp_path, monkeypatch, more):
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root mounts a small disk")
-def test_a_disk_that_is_really_full(capsys, tmp_path):
-    """Whatever part of the save finds no room: weights, tokenizer, report or card."""
+def test_a_real_full_disk(capsys, tmp_path):
+    """Any part of the save may exceed the space: weights, tokenizer, report or card."""
     small = tmp_path / "small"
     small.mkdir()
     options = [*PRUNE[:-2], "--device", "cpu"]
@@ -304,7 +304,7 @@ def test_a_disk_that_is_really_full(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["in", "in/deeper"])
-def test_nothing_is_written_into_the_models_folder(capsys, tmp_path, name):
+def test_nothing_is_written_to_the_folder_of_the_model(capsys, tmp_path, name):
     model = tmp_path / "in"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Kills at random moments and at file operations, a few of each command; `tests/support/kills.py` tries hundreds."""
+"""Kills at random moments and at file operations, a few of each command; `tests/support/kills.py` runs hundreds."""
 
 import ast
 import json
@@ -13,14 +13,14 @@ from kills import KINDS, MEETINGS
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1] / "support"
-ROOT = TESTS.parent
+ROOT = TESTS.parents[1]
 
 
 FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
 
 
 def run(tmp_path, *options):
-    """In a process of its own: it forks, which one with threads must not."""
+    """In a separate process: a process with threads must not fork."""
     path = tmp_path / "results.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, TESTS / "kills.py", *options, "--json", path]
@@ -29,18 +29,18 @@ def run(tmp_path, *options):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_killed_command_gives_the_same_files_when_it_is_repeated(tmp_path):
+def test_a_killed_command_gives_the_same_files_when_rerun(tmp_path):
     results = run(tmp_path, "--kills", "1", "--operations", "1", "--meetings", "0", "--commands", *FEW)
     assert tuple(results) == FEW
-    for found in (how for kind in results.values() for how in kind.values()):
-        assert found["wrong"] == [] and found["kills"] >= 1 and found["identical"] == found["tries"] > 0
+    for counts in (how for kind in results.values() for how in kind.values()):
+        assert counts["wrong"] == [] and counts["kills"] >= 1 and counts["identical"] == counts["tries"] > 0
 
 
-def test_of_two_commands_that_write_to_one_folder_one_is_refused(tmp_path):
+def test_one_of_two_concurrent_writers_is_refused(tmp_path):
     results = run(tmp_path, "--meetings", "1", "--commands")
     assert len(results) == len(MEETINGS)
-    for found in (kind["two writers"] for kind in results.values()):
-        assert found["wrong"] == [] and sum(found["refused"].values()) == found["meetings"] == 1
+    for counts in (kind["two writers"] for kind in results.values()):
+        assert counts["wrong"] == [] and sum(counts["refused"].values()) == counts["meetings"] == 1
 
 
 LOCKED = """
@@ -61,7 +61,7 @@ print([killed, other, kills.Child(take_and_wait, folder).end()])
 """
 
 
-def test_who_is_killed_with_the_lock_of_the_bars_stops_no_other_and_who_hangs_says_where(tmp_path):
+def test_a_killed_lock_holder_blocks_no_other_and_a_hang_shows_its_traceback(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}"}
     command = [sys.executable, "-c", LOCKED, tmp_path / "work"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -70,24 +70,24 @@ def test_who_is_killed_with_the_lock_of_the_bars_stops_no_other_and_who_hangs_sa
     assert hung.startswith("no end after 6 s: ") and "in take_and_wait" in hung
 
 
-def test_the_guide_has_the_figures_of_the_programs():
-    """Of the files that they wrote; nothing was wrong in those."""
+def test_the_guide_has_the_figures_of_the_result_files():
+    """The figures come from the result files, which contain no failures."""
     results = ROOT / "benchmarks" / "results"
-    found = json.loads((results / "kills.json").read_text(encoding="utf-8"))
+    kills = json.loads((results / "kills.json").read_text(encoding="utf-8"))
     damage = json.loads((results / "damage.json").read_text(encoding="utf-8"))
-    assert not any(how["wrong"] for kind in found.values() for how in kind.values())
-    tries = [how for kind in KINDS for how in found[kind].values()]
+    assert not any(how["wrong"] for kind in kills.values() for how in kind.values())
+    tries = [how for kind in KINDS for how in kills[kind].values()]
     assert all(how["identical"] == how["tries"] for how in tries)
-    assert all(found[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
+    assert all(kills[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
     assert not any("WRONG" in verdict for counts in damage.values() for verdict in counts)
-    meetings = sum(found[f"{first}, and {second}"]["two writers"]["meetings"] for first, second in MEETINGS)
+    meetings = sum(kills[f"{first}, and {second}"]["two writers"]["meetings"] for first, second in MEETINGS)
     guide = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    told = [f"{sum(how['kills'] for how in tries)} kills in {sum(how['tries'] for how in tries)} tries"]
-    told += [f"{counts['damages']:,} damages" for counts in damage.values()] + [f"{meetings} meetings"]
-    told += [f"{_count(damage['packed'], 'refused'):,} refused, {_count(damage['packed'], 'same weights'):,} with"]
-    told += [f"{damage['dense']['load_pruned: other weights']} loaded with other"]
-    assert [words for words in told if words not in guide] == []
+    figures = [f"{sum(how['kills'] for how in tries)} kills in {sum(how['tries'] for how in tries)} tries"]
+    figures += [f"{counts['damages']:,} damages" for counts in damage.values()] + [f"{meetings} meetings"]
+    figures += [f"{_count(damage['packed'], 'refused'):,} refused, {_count(damage['packed'], 'same weights'):,} with"]
+    figures += [f"{damage['dense']['load_pruned: other weights']} loaded with other"]
+    assert [words for words in figures if words not in guide] == []
 
 
 def _count(counts, verdict):
-    return sum(number for found, number in counts.items() if found.endswith(verdict))
+    return sum(number for outcome, number in counts.items() if outcome.endswith(verdict))

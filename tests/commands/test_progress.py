@@ -1,4 +1,4 @@
-"""Bars for people: in a terminal, off by every switch that users know, and no line of them in a log."""
+"""Progress bars: shown in terminals, disabled by every usual switch, absent from logs."""
 
 import io
 import sys
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def written(monkeypatch):
-    """What a bar of three steps writes to a stderr of some kind."""
+    """The output of a bar of three steps on a given type of stderr."""
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
 
     def write(stream=Terminal, shown=True):
@@ -36,11 +36,11 @@ def test_a_terminal_has_bars(written):
     assert "counting" in written()
 
 
-def test_nobody_asked(written):
+def test_bars_can_be_turned_off(written):
     assert written(shown=False) == ""
 
 
-def test_a_log_has_none(written):
+def test_a_log_has_no_bars(written):
     assert written(io.StringIO) == ""
 
 
@@ -76,7 +76,7 @@ def test_the_switch_of_the_hub(written):
 
 
 @pytest.mark.parametrize("stream, lines", [(Terminal, True), (io.StringIO, False)])
-def test_a_run_writes_to_terminals_alone(monkeypatch, stream, lines):
+def test_a_run_writes_only_to_terminals(monkeypatch, stream, lines):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr(sys, "stderr", stream())
     config = MoonshotConfig(pattern="2:4", lam=0.9, num_samples=6, sequence_length=12)

@@ -39,7 +39,7 @@ def kernels(request):
 
 
 def matrix(d_out, d_in, kind, dtype):
-    """n:m, or unstructured of a sparsity, with an empty row and a full one."""
+    """An n:m or unstructured matrix with an empty row and a full one."""
     if isinstance(kind, NM):
         return reference.random_matrix(d_out, d_in, kind, dtype)
     generator = torch.Generator().manual_seed(d_in)
@@ -55,7 +55,7 @@ def packed(dense, kind):
 
 
 def cases():
-    """Every n:m and sparsity in a few sizes, ragged ones too."""
+    """Every n:m and sparsity in a few sizes, including ragged ones."""
     yield from ((9, 4 * kind.m if kind.m < 16 else 288, kind) for kind in NMS)
     yield 6, 2 * 2048 + 96, NM(2, 4)  # more than one strip
     yield 300, 64, NM(2, 4)  # more than one group of rows
@@ -65,7 +65,7 @@ def cases():
 
 
 def assert_exact(outputs, inputs, dense, bias):
-    """No further from float64 than twice torch's own product is, and the rounding of one sum."""
+    """The error to float64 is at most twice that of torch's product, plus the rounding of one sum."""
     exact = inputs.double() @ dense.double().T
     size = inputs.double().abs() @ dense.double().abs().T
     if bias is not None:
@@ -98,8 +98,8 @@ def test_unpacking_is_bit_for_bit_that_of_torch(kernels, dtype):
         integer = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(ours.view(integer), theirs.view(integer))
         assert torch.equal(ours, dense)
-        some = torch.full((2, d_in), torch.nan, dtype=dtype)
-        assert torch.equal(kernels.unpack(some, values, meta, offsets, first=d_out - 2), dense[-2:])
+        last_rows = torch.full((2, d_in), torch.nan, dtype=dtype)
+        assert torch.equal(kernels.unpack(last_rows, values, meta, offsets, first=d_out - 2), dense[-2:])
 
 
 @needs_library
@@ -114,7 +114,7 @@ def test_every_bit_of_a_value_survives_unpacking(kernels):
 
 
 @needs_library
-def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
+def test_infinities_and_nans_propagate_as_in_a_dense_product(kernels):
     for dtype in DTYPES:
         dense = matrix(9, 300, 0.5, dtype)
         special = dense.clone()
@@ -123,7 +123,7 @@ def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
             for rows in (1, 4, 40):
                 inputs = torch.ones(rows, 300, dtype=dtype)
                 inputs[rows // 2, 150] = value
-                for weight in (dense, special):  # zero times infinity is no number
+                for weight in (dense, special):  # zero times infinity is NaN
                     ours = kernels.product(inputs, *packed(weight, 0.5), None).float()
                     theirs = inputs.float() @ weight.float().T
                     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())
@@ -133,7 +133,7 @@ def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
 
 @needs_library
 def test_the_smallest_and_the_largest_numbers(kernels):
-    """Products of float16 that are no float16, and their sums; bfloat16 has fewer bits."""
+    """Products of float16 outside the range of float16, and their sums; bfloat16 has fewer bits."""
     for dtype in (torch.float16, torch.bfloat16):
         info = torch.finfo(dtype)
         ends = torch.tensor([info.tiny, info.max / 2, 1 + info.eps, 2 - info.eps, -1.0])
@@ -148,11 +148,11 @@ def test_the_smallest_and_the_largest_numbers(kernels):
 
 
 @needs_library
-def test_more_rows_than_are_taken_at_once(kernels):
+def test_more_rows_than_one_chunk(kernels):
     for dtype in DTYPES:
         dense = matrix(9, 100, 0.5, dtype)
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(513, 100, generator=generator).to(dtype)  # one row is left
+        inputs = torch.randn(513, 100, generator=generator).to(dtype)  # one row remains
         bias = torch.randn(9, generator=generator).to(dtype)
         ours = kernels.product(inputs, *packed(dense, 0.5), bias)
         exact = functional.linear(inputs.double(), dense.double(), bias.double())
@@ -162,8 +162,8 @@ def test_more_rows_than_are_taken_at_once(kernels):
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_groups_of_rows_strips_of_inputs_and_many_rows_together(kernels, dtype):
-    """Whole numbers, whose sums are exact: what is left out or added twice is seen."""
+def test_row_groups_input_strips_and_many_rows(kernels, dtype):
+    """Integers have exact sums, so that a missing or repeated term is noticed."""
     generator = torch.Generator().manual_seed(0)
     few = ((300, 600, 2), (97, 777, 5), (70, 512, 16), (130, 1100, 30), (75, 600, 47), (99, 300, 64), (50, 3000, 9))
     for d_out, d_in, rows in (*few, (300, 600, 70), (33, 777, 530), (600, 90, 81), (260, 1100, 140)):
@@ -193,7 +193,7 @@ def test_threads_change_no_bit(kernels):
 
 @needs_library
 def test_a_forked_process_computes_with_one_thread():
-    """As the workers of a DataLoader, after the parent's threads were used."""
+    """Like the workers of a DataLoader, after the parent has used its threads."""
     code = """
 import os, torch
 from optimum_moonshot.kernels import find_library
@@ -213,15 +213,15 @@ assert os.wait()[1] == 0 and (before == 256).all()
 @pytest.mark.slow
 @needs_library
 def test_nothing_is_read_or_written_outside_the_buffers():
-    """Every buffer ends, or begins, where a page begins that may not be touched; also with bits that are damaged."""
+    """Every buffer ends or begins at a protected page; also with corrupted metadata."""
     subprocess.run([sys.executable, str(GUARDED), str(library._PATH), *SETS], check=True, timeout=120)
 
 
 @pytest.mark.slow
 @needs_library
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sanitizer is loaded as on Linux")
-def test_the_sanitizer_finds_nothing(tmp_path):
-    """The same, compiled with checks of every buffer on the stack and of every operation that C leaves undefined."""
+def test_the_sanitizers_report_nothing(tmp_path):
+    """The same, compiled with the address and undefined-behaviour sanitizers."""
     compiler, path = shutil.which("gcc"), tmp_path / "libmoonshot.so"
     runtime = compiler and subprocess.check_output([compiler, "-print-file-name=libasan.so"], text=True).strip()
     if not runtime or not Path(runtime).exists() or not SOURCES:
@@ -253,7 +253,7 @@ def test_an_instruction_set_is_chosen_by_name(monkeypatch):
         find_library.cache_clear()
 
 
-def test_one_line_says_that_there_is_no_library(monkeypatch, tmp_path, caplog):
+def test_a_missing_library_is_logged_in_one_line(monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("MOONSHOT_KERNELS", raising=False)
     (tmp_path / "damaged.so").write_text("no library")
     for name, words in (("missing.so", "installed without a C compiler"), ("damaged.so", "damaged.so")):

@@ -18,7 +18,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def sparse(d_out, d_in, pattern, dtype, seed=0):
-    """A matrix with a pattern, "n:m" or a share of zeros."""
+    """A matrix with an n:m pattern or a fraction of zeros."""
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(d_out, d_in, generator=generator)
     scores = torch.rand(d_out, d_in, generator=generator)
@@ -46,7 +46,7 @@ CASES += [(share, d_in) for share in (0.0, 0.5, 0.9, 1.0) for d_in in (1, 7, 33,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("pattern", "d_in"), CASES)
-def test_the_product_is_the_dense_one(pattern, d_in, dtype):
+def test_the_product_equals_the_dense_one(pattern, d_in, dtype):
     matrix = sparse(9, d_in, pattern, dtype)
     values, meta, offsets, window = packed(matrix, pattern)
     assert bool(window) == (isinstance(pattern, NM) and pattern.m <= 8)
@@ -72,18 +72,18 @@ def test_unpacking_gives_every_bit_back(pattern, d_in, dtype):
 
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(8, 16), 0.7], ids=str)
 @pytest.mark.parametrize("rows", [(), (2, 3), (4, 9)], ids=str)
-def test_packed_layers_use_them(pattern, rows, monkeypatch):
+def test_packed_layers_use_the_kernels(pattern, rows, monkeypatch):
     monkeypatch.setattr(bitmask_product, "_is_for_gpu", lambda *_: True)
     matrix = sparse(9, 48, pattern, torch.float32)
     values, meta, _, window = packed(matrix, pattern)
     inputs, bias = torch.randn(*rows, 48, device=DEVICE), torch.randn(9, device=DEVICE)
     expected = torch.nn.functional.linear(inputs, matrix.to(DEVICE), bias)
-    for known in (-1, window):
-        result = bitmask_product.packed_linear(inputs, values, meta, None, bias, known)
+    for width in (-1, window):
+        result = bitmask_product.packed_linear(inputs, values, meta, None, bias, width)
         torch.testing.assert_close(result, expected)
 
 
-def test_offsets_are_the_values_of_the_rows_before():
+def test_offsets_count_the_values_of_earlier_rows():
     matrix = sparse(9, 37, 0.6, torch.float32)
     _, meta, offsets, _ = packed(matrix, 0.6)
     assert torch.equal(bitmask.row_offsets(meta)[:-1], offsets)
@@ -127,7 +127,7 @@ for capability in (80, 90):
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+def test_the_kernels_compile_for_other_gpus(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

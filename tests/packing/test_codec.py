@@ -1,6 +1,6 @@
-"""Packed formats behind one interface: the registry, what the metadata says, and a second format from file to forward.
+"""The interface of packed formats: the registry, the metadata, and a second format from file to forward.
 
-The second format, registered here only, has three tensors with other names: whatever knows those of the first breaks.
+The second format, registered only here, has three tensors with other names; code that assumes those of the first fails.
 """
 
 import ast
@@ -30,7 +30,7 @@ class Coordinates(Codec):
     """Row, input and value of every nonzero."""
 
     name = "coordinates"
-    suffixes = ("_rows", "_inputs", "_at_packed")  # the last ends like one of the first format's
+    suffixes = ("_rows", "_inputs", "_at_packed")  # the last is also a suffix of the first format
 
     def pack(self, matrix, pattern):
         rows, inputs = matrix.nonzero(as_tuple=True)
@@ -53,7 +53,7 @@ class Coordinates(Codec):
 
 @pytest.fixture
 def coordinates(monkeypatch):
-    """The second format, known for one test, and what is packed is packed in it."""
+    """Register the second format for one test, and pack every layer in it."""
     monkeypatch.setattr(codec, "_CODECS", dict(codec._CODECS))
     register_codec(Coordinates())
     ours = packed_files.pruned_layers
@@ -65,7 +65,7 @@ def coordinates(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_a_second_format_goes_the_whole_way(name, coordinates, tmp_path):
+def test_a_second_format_works_from_file_to_forward(name, coordinates, tmp_path):
     pruner = pruned(name, pattern="unstructured", sparsity=0.7)
     pruner.save_pretrained(tmp_path / "packed", format="packed")
     stored = tensors(tmp_path / "packed")
@@ -97,7 +97,7 @@ def test_the_metadata_names_every_format_but_the_first(coordinates, tmp_path, mo
             read(tmp_path)
 
 
-def test_formats_are_found_by_name_and_registered_once(coordinates):
+def test_formats_are_looked_up_by_name_and_registered_once(coordinates):
     assert find_codec("bitmask").suffixes == ("_packed", "_meta")
     for unknown in ("zip", None, ["bitmask"]):
         with pytest.raises(MoonshotError, match="codec=.*this release reads bitmask, coordinates"):
@@ -110,7 +110,7 @@ def test_formats_are_found_by_name_and_registered_once(coordinates):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("pattern", [None, NM(2, 4), NM(8, 16), NM(16, 32)], ids=str)
-def test_a_layer_packs_what_it_stores_in_the_layout_it_stores(pattern, transposed):
+def test_a_layer_packs_its_weight_in_its_stored_layout(pattern, transposed):
     matrix = reference.random_matrix(6, 64, pattern, torch.float32) + 0.0  # no −0.0
     tensor = matrix.T.contiguous() if transposed else matrix.view(6, 16, 2, 2)
     layer = PackedLayer(tuple(tensor.shape), transposed, str(pattern or "unstructured"), "float32")
@@ -154,7 +154,7 @@ def test_a_damaged_entry_is_refused_by_its_field(change, words):
         PackedLayer.read({**ENTRY, **change})
 
 
-def test_an_entry_that_is_none_is_refused():
+def test_an_invalid_entry_is_refused():
     for entry in (None, [], "x", 3):
         with pytest.raises(MoonshotError, match="no object"):
             PackedLayer.read(entry)
@@ -163,9 +163,9 @@ def test_an_entry_that_is_none_is_refused():
             PackedLayer.read({name: value for name, value in ENTRY.items() if name != field})
 
 
-def test_no_other_room_knows_the_names_of_packed_tensors():
+def test_no_other_package_uses_the_names_of_packed_tensors():
     ends = tuple(find_codec("bitmask").suffixes)
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "packing" and path.name != "stored_weights.py":  # another tool's name is the same
+        if path.parent.name != "packing" and path.name != "stored_weights.py":  # another tool uses the same name
             strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
             assert not [text for text in strings if isinstance(text, str) and text.endswith(ends)], path

@@ -26,7 +26,7 @@ def route(request, monkeypatch):
 
 
 def pair(pattern, dtype=torch.float32, d_out=24, d_in=64, bias=True):
-    """A Linear with few weights and the same, packed."""
+    """A sparse Linear, and the same packed."""
     linear = nn.Linear(d_in, d_out, bias, dtype=dtype)
     with torch.no_grad():
         linear.weight.copy_(reference.random_matrix(d_out, d_in, pattern, dtype))
@@ -60,7 +60,7 @@ def test_inputs_of_every_shape_and_stride(pattern, dtype, route):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_one_node_of_a_compiled_graph_with_gradients(pattern, route):
+def test_compiled_to_one_node_with_gradients(pattern, route):
     linear, packed = pair(pattern)
     graphs = []
 
@@ -119,14 +119,14 @@ def test_gradients_are_those_of_a_dense_layer(pattern, dtype, route, monkeypatch
             assert torch.allclose(ours, theirs, rtol=0.05 if dtype.itemsize == 2 else 1e-4, atol=20 * ATOL[dtype])
 
 
-def test_gradients_against_differences(route):
-    """In float64, which only torch multiplies."""
+def test_gradients_match_finite_differences(route):
+    """In float64, for which only torch has a product."""
     for pattern in PATTERNS:
         _, packed = pair(pattern, torch.float64, d_out=5, d_in=8)
         assert torch.autograd.gradcheck(packed, torch.randn(3, 8, dtype=torch.float64, requires_grad=True))
 
 
-def test_tiles_are_for_many_rows_where_torch_is_faster(route, monkeypatch):
+def test_many_rows_are_unpacked_in_tiles_where_torch_is_faster(route, monkeypatch):
     if find_library() is None:
         pytest.skip("installed without a C compiler")
     monkeypatch.setattr(find_library(), "most_rows", 16)
@@ -138,7 +138,7 @@ def test_tiles_are_for_many_rows_where_torch_is_faster(route, monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_the_operators_fit_torchs_rules(pattern, route):
+def test_the_operators_pass_opcheck(pattern, route):
     _, packed = pair(pattern)
     parts, plan = packed.parts.values(), packed.plan
     inputs = torch.randn(3, 64, requires_grad=True)
@@ -150,7 +150,7 @@ def test_the_operators_fit_torchs_rules(pattern, route):
     torch.library.opcheck(torch.ops.moonshot.packed_transposed.default, outputs)
 
 
-def test_what_does_not_fit_is_torchs_error(route):
+def test_mismatched_inputs_raise_torchs_error(route):
     _, packed = pair(NM(2, 4))
     for wrong in (torch.randn(3, 60), torch.randn(3, 64).bfloat16()):
         with torch.no_grad(), pytest.raises(RuntimeError, match="shape|dtype|size"):
@@ -168,8 +168,8 @@ def test_autocast_multiplies_in_its_own_dtype(route):
             assert torch.equal(packed(inputs), linear(inputs)) and packed(inputs).dtype == torch.bfloat16
 
 
-def test_a_plan_is_made_anew_for_what_is_moved_or_loaded(route):
-    """Rows of other lengths, in as many values, would be read at the places of the old ones."""
+def test_a_plan_is_recomputed_after_moving_or_loading(route):
+    """A stale plan would read rows of other lengths at the old offsets."""
     torch.manual_seed(0)
     linear, packed = pair(None)
     inputs = torch.randn(2, 64)

@@ -1,4 +1,4 @@
-"""Packing and unpacking one matrix against the format written out literally, and the errors for damaged ones."""
+"""Packing and unpacking one matrix against a literal implementation, and errors for damaged tensors."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def rows(values, meta):
 
 @pytest.mark.parametrize("groups", [1, 3, 16])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_the_format_is_the_literal_one(pattern, groups):
+def test_the_format_matches_the_reference(pattern, groups):
     d_in = groups * (pattern.m if pattern else 11)
     for dtype in DTYPES:
         matrix = reference.random_matrix(5, d_in, pattern, dtype)
@@ -40,11 +40,11 @@ def test_the_format_is_the_literal_one(pattern, groups):
         dense = unpack(values, meta, d_in)
         assert torch.equal(dense, matrix) and dense.dtype == dtype
         assert dense.tolist() == reference.unpack(expected_values, expected_meta, d_in)
-        assert not (torch.signbit(dense) & (dense == 0)).any()  # −0.0 comes back as 0.0
+        assert not (torch.signbit(dense) & (dense == 0)).any()  # −0.0 is unpacked as 0.0
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
-def test_both_ways_of_unpacking_agree(pattern):
+def test_both_implementations_of_unpacking_agree(pattern):
     d_in = 8 * pattern.m
     for dtype in DTYPES:
         matrix = reference.random_matrix(6, d_in, pattern, dtype)
@@ -64,7 +64,7 @@ def test_unpacking_in_several_steps(monkeypatch):
 
 @pytest.mark.parametrize("pattern", PATTERNS[1:-1], ids=str)
 def test_a_moved_value_is_no_longer_nm(pattern):
-    """One more in the first group and one less in the last: the counts of rows do not show it."""
+    """One more weight in the first group and one less in the last: row counts do not change."""
     for groups in (2, 8):
         d_in = groups * pattern.m
         meta = pack(reference.random_matrix(3, d_in, pattern, torch.float32), pattern)[1]
@@ -106,7 +106,7 @@ def test_extremes():
 
 
 @pytest.mark.parametrize("pattern", [None, NM(2, 4)], ids=str)
-def test_what_does_not_fit_together_is_refused(pattern):
+def test_inconsistent_tensors_are_refused(pattern):
     values, meta = pack(reference.random_matrix(4, 12, pattern, torch.float32), pattern)
     check_packed(values, meta, (4, 12))
     wrong = meta.clone()
@@ -128,7 +128,7 @@ def test_what_does_not_fit_together_is_refused(pattern):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear_is_the_linear(bias):
+def test_packed_linear_equals_linear(bias):
     linear = nn.Linear(12, 5, bias=bias)
     with torch.no_grad():
         linear.weight.copy_(reference.random_matrix(5, 12, NM(2, 4), torch.float32))

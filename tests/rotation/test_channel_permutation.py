@@ -1,4 +1,4 @@
-"""Orders of neurons for n:m: the search for one against all orders, and what a run makes of it."""
+"""Channel permutations for n:m: the search against all permutations, and permutations in runs."""
 
 import copy
 import dataclasses
@@ -37,7 +37,7 @@ def lost(scores, order, patterns):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_two_pairs_get_the_best_of_all_orders(seed):
+def test_two_pairs_get_the_best_permutation(seed):
     scores, patterns = some_scores(4, seed), [NM(1, 2)]
     best = min(lost(scores, list(order), patterns) for order in itertools.permutations(range(4)))
     assert lost(scores, best_permutation(scores, patterns), patterns) <= best * (1 + GAIN) + 1e-9
@@ -45,22 +45,22 @@ def test_two_pairs_get_the_best_of_all_orders(seed):
 
 @pytest.mark.parametrize("patterns", [[NM(2, 4)], [NM(1, 4)], [NM(3, 4)], [NM(4, 6)], [NM(1, 2), NM(2, 4)]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_no_exchange_of_two_columns_is_better(patterns, seed):
+def test_no_swap_of_two_columns_is_better(patterns, seed):
     scores = some_scores(12, seed)
     order = best_permutation(scores, patterns)
     assert torch.equal(order.sort().values, torch.arange(12))
     assert torch.equal(order, best_permutation(scores, patterns))
-    at_first, found = lost(scores, torch.arange(12), patterns), lost(scores, order, patterns)
-    assert found < at_first
+    initial, permuted = lost(scores, torch.arange(12), patterns), lost(scores, order, patterns)
+    assert permuted < initial
     for i, j in itertools.combinations(range(12), 2):
         other = order.clone()
         other[[i, j]] = order[[j, i]]
-        assert lost(scores, other, patterns) >= found - 1.01 * len(patterns) * GAIN * at_first
+        assert lost(scores, other, patterns) >= permuted - 1.01 * len(patterns) * GAIN * initial
 
 
 @pytest.mark.parametrize("patterns", [[NM(2, 4)], [NM(1, 4)], [NM(4, 8)], [NM(1, 2), NM(2, 4)]], ids=str)
 @pytest.mark.parametrize("spread", [permutation_search.SPREAD, 64 * 7])
-def test_products_find_as_good_an_order_as_distances(patterns, spread, monkeypatch):
+def test_products_give_as_good_a_permutation_as_distances(patterns, spread, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     scores = some_scores(64, 0, rows=50) * torch.rand(50, 1, generator=generator)
     scores[3], scores[:, 5], scores[4, ::2] = 0.0, 0.0, 0.0
@@ -69,24 +69,24 @@ def test_products_find_as_good_an_order_as_distances(patterns, spread, monkeypat
     monkeypatch.setattr(permutation_search, "SPREAD", spread)
     order = best_permutation(scores, patterns)
     assert torch.equal(order.sort().values, torch.arange(64)) and torch.equal(order, best_permutation(scores, patterns))
-    at_first = lost(scores, torch.arange(64), patterns)
-    assert at_first - lost(scores, order, patterns) > 0.95 * (at_first - best) > 0
+    initial = lost(scores, torch.arange(64), patterns)
+    assert initial - lost(scores, order, patterns) > 0.95 * (initial - best) > 0
 
 
 @pytest.mark.parametrize("exact", [permutation_search.EXACT, 0])
-def test_sums_of_the_larger_ones_are_those_of_their_definition(exact, monkeypatch):
+def test_sums_of_pairwise_maxima_match_their_definition(exact, monkeypatch):
     monkeypatch.setattr(permutation_search, "EXACT", exact)
     scores = some_scores(256, 0, rows=40)
     columns = permutation_search._Columns(scores)
     others = columns.values[torch.randperm(256, generator=torch.Generator().manual_seed(0))[:12]]
-    found = columns.larger(others)
+    sums = columns.larger(others)
     expected = torch.maximum(others[:, None], columns.values).double().sum(2)
-    error = (found - expected) / expected.mean()
-    assert float(error.min()) > -1e-6  # no product is above the smaller one
+    error = (sums - expected) / expected.mean()
+    assert float(error.min()) > -1e-6  # a product is never too small
     assert float(error.max()) < (1e-6 if exact else 0.5) and float(error.mean()) < 0.01
 
 
-def test_what_exchanges_gain_is_what_they_change():
+def test_the_gain_of_a_swap_is_its_change_of_the_loss():
     scores, order = some_scores(24, 0), torch.randperm(24, generator=torch.Generator().manual_seed(1))
     for pattern in (NM(2, 4), NM(1, 4), NM(3, 6)):
         table = permutation_search._Table(permutation_search._Columns(scores), pattern)
@@ -99,33 +99,33 @@ def test_what_exchanges_gain_is_what_they_change():
             assert float(gained) == pytest.approx(change, rel=1e-4, abs=1e-5)
 
 
-def test_columns_that_dominate_are_parted():
+def test_dominant_columns_are_separated():
     scores = torch.full((3, 16), 0.1)
     scores[:, [0, 1, 2, 3]] = 10.0
     order = best_permutation(scores, [NM(1, 4)])
     assert sorted((order.argsort()[:4] // 4).tolist()) == [0, 1, 2, 3]
 
 
-def test_ties_and_nothing_to_gain_leave_the_order():
+def test_ties_give_the_identity():
     assert torch.equal(best_permutation(torch.ones(4, 16), [NM(2, 4)]), torch.arange(16))
     assert torch.equal(best_permutation(torch.zeros(4, 16), [NM(2, 4)]), torch.arange(16))
 
 
 @pytest.mark.parametrize("patterns", [[Unstructured(0.5)], [NM(4, 4)], [NM(2, 8)], [NM(5, 7)]], ids=str)
-def test_where_no_columns_compete_with_others_the_order_stays(patterns):
+def test_columns_that_do_not_compete_keep_their_order(patterns):
     assert torch.equal(best_permutation(some_scores(8, 0), patterns), torch.arange(8))
     assert bool(competing(patterns)) == (patterns[0] in (NM(2, 8), NM(5, 7)))
 
 
 def neurons(objective):
-    """The space of the neurons that the matrix "write" reads."""
+    """The neurons that the matrix "write" reads."""
     (matrix,) = (matrix for matrix in objective.matrices if matrix.layer.name == "write")
     at = Axis(matrix.layer.modules[0], "weight", 1)
     return Space("write neurons", matrix.layer.shape[1], 1, False, (Place(at),), permuted=True)
 
 
 @pytest.mark.parametrize("patterns", [(NM(2, 4),), (NM(2, 4), NM(4, 8)), (NM(1, 4), Unstructured(0.5))], ids=str)
-def test_the_objective_of_the_order_is_the_one_that_is_told(patterns):
+def test_the_reported_objective_is_that_of_the_permutation(patterns):
     stream = space()
     objective = problem(stream, patterns)
     spaces = [stream, neurons(objective)]
@@ -141,7 +141,7 @@ def test_the_objective_of_the_order_is_the_one_that_is_told(patterns):
     assert objective.value(at) == pytest.approx(state.after, rel=1e-4)
 
 
-def test_an_order_changes_nothing_else_and_survives_saving():
+def test_a_permutation_changes_nothing_else_and_survives_saving():
     stream = space()
     objective = problem(stream, (NM(2, 4),))
     spaces = [stream, neurons(objective)]
@@ -152,7 +152,7 @@ def test_an_order_changes_nothing_else_and_survives_saving():
     again = Learned.load(*state.saved())
     assert again.saved()[1] == state.saved()[1] and again.after == state.after
     assert again.tensors.keys() == before.tensors.keys()
-    permute_channels(objective, spaces, again, lambda _: pytest.fail("found again"))
+    permute_channels(objective, spaces, again, lambda _: pytest.fail("searched again"))
     assert torch.equal(again.permutations["write neurons"], state.permutations["write neurons"])
 
 
@@ -168,7 +168,7 @@ def test_neurons_alone_take_no_step():
     assert state.after < state.before
 
 
-def test_an_order_is_of_all_columns_where_some_stand_for_all():
+def test_a_permutation_covers_all_columns_when_columns_are_sampled():
     stream = space()
     objective = problem(stream, (NM(2, 4),))
     group = objective.blocks[0][1][-1]
@@ -182,7 +182,7 @@ def test_an_order_is_of_all_columns_where_some_stand_for_all():
     assert 0 < state.permutation_gains["write neurons"] < state.learned
 
 
-def test_an_order_is_of_all_rows_where_some_stand_for_all():
+def test_a_permutation_covers_all_rows_when_rows_are_sampled():
     orders = []
     for rows in (None, torch.arange(2)):
         objective = problem(space(), (NM(2, 4),))
@@ -198,7 +198,7 @@ def test_an_order_is_of_all_rows_where_some_stand_for_all():
 
 @pytest.mark.parametrize("name", ["llama", "opt", "phi3"])
 @pytest.mark.parametrize("rotation", ["learned", "heads"])
-def test_a_run_orders_neurons_for_n_of_m(name, rotation):
+def test_a_run_permutes_neurons_for_n_m(name, rotation):
     report = prune(name, rotation=rotation, **N_OF_M).report
     turned = report.rotation
     assert len(turned.permuted) == 3 and set(turned.permuted.values()) == {24}
@@ -208,14 +208,14 @@ def test_a_run_orders_neurons_for_n_of_m(name, rotation):
     assert not any(name.endswith("neurons") for name in turned.spaces)
 
 
-def test_unstructured_runs_and_layers_that_stay_dense_need_no_order():
+def test_unstructured_runs_and_dense_layers_need_no_permutation():
     assert not prune().report.rotation.permuted
     kept = prune(ignore=["layers.1.mlp.down_proj"], **N_OF_M).report.rotation
     assert list(kept.permuted) == [f"model.layers.{i}.mlp.down_proj neurons" for i in (0, 2)]
 
 
 @pytest.mark.parametrize("rotation", ["learned", "heads"])
-def test_an_ordered_model_is_the_same_function_and_prunes_as_a_run_does(rotation):
+def test_a_permuted_model_is_the_same_function_and_prunes_like_a_run(rotation):
     alone = pruner("llama-tied-biased", rotation=rotation, **N_OF_M)
     batch = probe_inputs(alone.model)
     dense, before = outputs(alone.model, batch), weights(alone.model)
@@ -227,7 +227,7 @@ def test_an_ordered_model_is_the_same_function_and_prunes_as_a_run_does(rotation
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeypatch):
+def test_a_run_killed_between_permutations_resumes_bit_for_bit(count, tmp_path, monkeypatch):
     whole = prune(**N_OF_M)
     put = ResultStore.put_rotation
 
@@ -249,7 +249,7 @@ def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeyp
     assert again.report.rotation.objective_after == whole.report.rotation.objective_after
 
 
-def test_a_failure_puts_the_neurons_back(monkeypatch):
+def test_a_failure_restores_the_neurons(monkeypatch):
     done = pruner(**N_OF_M)
     dense = weights(done.model)
 
@@ -262,7 +262,7 @@ def test_a_failure_puts_the_neurons_back(monkeypatch):
     assert same(weights(done.model), dense)
 
 
-def test_a_sweep_orders_for_all_its_patterns():
+def test_a_sweep_permutes_for_all_its_patterns():
     done = pruner(**N_OF_M)
     dense = weights(done.model)
     swept = done.sweep(token_batches(), lambdas=[1.0], patterns=["2:4", "4:8"], progress=False)

@@ -1,4 +1,4 @@
-"""What may be rotated in a model: found by probing, exact in float64, and put back bit by bit."""
+"""Rotatable spaces of a model: detected by probing, exact in float64, and restored bit for bit."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ MORE = {
     "dinov2": lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**PATCHED)),
 }
 POST_NORM = "scales its coordinates, and no matrix follows"
-# Model → why its residual stream keeps its basis (None: it does not), and how many layers have heads that turn.
+# Model → why its residual stream cannot be rotated (None: it can), and how many layers have rotatable heads.
 FAMILIES = {
     "llama": (None, 3),
     "llama-tied-biased": (None, 3),
@@ -70,12 +70,12 @@ FAMILIES = {
     "t5": (POST_NORM, 6),
     "vit": (None, 3),
     "deit": (None, 3),
-    "dinov2": ("are not a sum of", 3),  # scales of its own behind attention and MLP
+    "dinov2": ("are not a sum of", 3),  # layer scales after attention and MLP
 }
 
-# Model → how many layers have neurons that may be permuted, where that is not 3. Fused experts are not pruned.
+# Model → number of layers with permutable neurons, if not 3. Fused experts are not pruned.
 NEURONS = {"mixtral": 0, "qwen3-moe": 0, "gpt-oss": 0, "t5": 4}
-# The same of those that may be scaled: behind a gate or a ReLU, not behind a GELU.
+# The same for scalable neurons: after a gate or a ReLU, not after a GELU.
 _BEHIND_GELU = "phi gpt-neox gpt2 falcon falcon-alibi bloom bert roberta vit deit dinov2"
 SCALED = {**NEURONS, **dict.fromkeys(_BEHIND_GELU.split(), 0)}
 
@@ -90,27 +90,27 @@ def build(name):
         elif parameter.ndim == 3:
             parameter.data = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped products know no float64
+        model.set_experts_implementation("eager")  # torch's grouped products lack float64
     return model.double()
 
 
 def random_rotations(spaces):
     generator = torch.Generator().manual_seed(1)
-    found = {}
+    rotations = {}
     for space in spaces:
         if space.permuted:
-            found[space] = torch.randperm(space.width, generator=generator)[None]
+            rotations[space] = torch.randperm(space.width, generator=generator)[None]
             continue
         if space.scaled:
             factors = torch.randn(space.count, space.width, generator=generator, dtype=torch.float64).exp()
-            found[space] = factors
+            rotations[space] = factors
             continue
         skew = torch.randn(space.count, space.width, space.width, generator=generator, dtype=torch.float64)
         if space.fixes_ones:
             skew = skew - skew.mean(-1, keepdim=True)
             skew = skew - skew.mean(-2, keepdim=True)
-        found[space] = torch.matrix_exp(skew - skew.mT)
-    return found
+        rotations[space] = torch.matrix_exp(skew - skew.mT)
+    return rotations
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -132,10 +132,10 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
     basis.keep()
     check_invariance(model, basis, batch, expected)
     basis.write(random_rotations(spaces))
-    # Norms that compute in float32 whatever they are given are exact to that.
+    # Norms that always compute in float32 limit the accuracy.
     limit = 1e-11 if any(isinstance(module, nn.LayerNorm) for module in model.modules()) else 3e-6
-    for found, known in zip(outputs(model, batch), expected, strict=True):
-        assert float((found - known).norm() / known.norm()) < limit
+    for output, reference in zip(outputs(model, batch), expected, strict=True):
+        assert float((output - reference).norm() / reference.norm()) < limit
     moved = [key for key, value in model.state_dict().items() if key in before and not torch.equal(value, before[key])]
     assert moved
     basis.restore()
@@ -168,7 +168,7 @@ def test_a_head_that_needs_no_gain_stays_tied():
     assert Basis(model, find_structure(model).blocks, spaces).untied_bytes == 0
 
 
-def test_heads_alone_leave_embeddings_as_they_are():
+def test_rotating_heads_alone_keeps_the_embeddings():
     model = build("llama-tied-biased")
     spaces, refused = find(model, probe_inputs(model), heads_only=True)
     assert {space.name.rpartition(" ")[2] for space in spaces} == {"heads"} and not refused
@@ -179,7 +179,7 @@ def test_heads_alone_leave_embeddings_as_they_are():
 
 
 class Gained(nn.Module):
-    """An activation with a gain of its own for every neuron."""
+    """An activation with a gain for every neuron."""
 
     def __init__(self, width):
         super().__init__()
@@ -189,7 +189,7 @@ class Gained(nn.Module):
         return nn.functional.silu(x) * self.gain
 
 
-def test_neurons_with_gains_of_their_own_keep_their_order():
+def test_neurons_with_gains_keep_their_order():
     model = build("llama")
     model.model.layers[1].mlp.act_fn = Gained(24)
     names = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
@@ -198,7 +198,7 @@ def test_neurons_with_gains_of_their_own_keep_their_order():
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
-def test_orders_are_exact_in_every_dtype(name):
+def test_permutations_are_exact_in_every_dtype(name):
     model = build(name).bfloat16()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     names = [layer.name for layer in find_structure(model).layers()]
@@ -217,7 +217,7 @@ def test_orders_are_exact_in_every_dtype(name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_what_has_neither_is_refused_with_the_reasons():
+def test_models_without_rotatable_spaces_are_refused_with_reasons():
     model = hf.AlbertForMaskedLM(hf.AlbertConfig(**TEXT, embedding_size=8))
     model = spread(model)
     for parameter in model.parameters():
@@ -244,7 +244,7 @@ def test_a_step_that_changes_the_function_is_named(missed, step):
         check_invariance(model, basis, batch, expected)
 
 
-def test_sixteen_bits_are_rounded_once():
+def test_16_bit_weights_are_rounded_once():
     model = build("llama").bfloat16()
     batch = probe_inputs(model)
     spaces, _ = find(model, batch, heads_only=False)
@@ -257,13 +257,13 @@ def test_sixteen_bits_are_rounded_once():
     basis.write(rotations)
     twin.keep()
     twin.write(dict(zip(twin_spaces, rotations.values(), strict=True)))
-    for found, known in zip(model.parameters(), exact.parameters(), strict=True):
-        error = (found.double() - known).abs()
-        assert bool((error <= 2.0**-8 * known.abs() + 1e-6).all())
+    for weight, reference in zip(model.parameters(), exact.parameters(), strict=True):
+        error = (weight.double() - reference).abs()
+        assert bool((error <= 2.0**-8 * reference.abs() + 1e-6).all())
 
 
 class Halved(nn.Module):
-    """No norm: it halves."""
+    """Not a norm: it halves its input."""
 
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ class Halved(nn.Module):
         (Halved(), None),
     ],
 )
-def test_norms_are_known_by_what_they_compute(module, kind):
+def test_norms_are_recognised_by_their_computation(module, kind):
     for parameter in module.parameters():
         parameter.data += 0.3 * torch.randn(8)
     norm = find_norm(module, 8)
@@ -296,7 +296,7 @@ def test_norms_are_known_by_what_they_compute(module, kind):
         assert find_norm(module, 8).gain is None
 
 
-def test_probing_leaves_the_model_as_it_was():
+def test_probing_does_not_change_the_model():
     model = build("deepseek").float()
     model.model.layers[0].train()
     state = {key: value.clone() for key, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The objective of a rotation, and how it is learned: laws on single matrices."""
+"""The objective of a rotation and its optimisation: properties on single matrices."""
 
 import copy
 import itertools
@@ -26,14 +26,14 @@ def unrotated(objective):
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.0), Unstructured(0.3), HALF, Unstructured(1.0)])
-def test_a_share_is_the_sum_of_the_smallest(pattern):
+def test_the_unstructured_sum_has_the_smallest_scores(pattern):
     values = torch.rand(7, 12)
     count = round(pattern.sparsity * 84)
     torch.testing.assert_close(removed(values, [pattern]), values.flatten().sort().values[:count].sum())
 
 
 @pytest.mark.parametrize("n, m", [(n, m) for m in (2, 4, 8) for n in range(1, m + 1)])
-def test_of_every_m_the_smallest_are_summed(n, m):
+def test_the_n_m_sum_has_the_smallest_scores_of_every_m(n, m):
     values = torch.rand(5, 16, requires_grad=True)
     total = removed(values, [NM(n, m)])
     keep = NM(n, m).keep(values.detach())
@@ -43,7 +43,7 @@ def test_of_every_m_the_smallest_are_summed(n, m):
         assert torch.equal(gradient, (~keep).float())
 
 
-def test_several_patterns_weigh_alike():
+def test_several_patterns_have_equal_weight():
     values = torch.rand(4, 8)
     both = removed(values, [HALF, NM(2, 4)])
     torch.testing.assert_close(both, (removed(values, [HALF]) + removed(values, [NM(2, 4)])) / 2)
@@ -57,28 +57,28 @@ def test_the_diagonal_of_the_inverse_is_that_of_the_rotated_inputs():
     torch.testing.assert_close(whole, inverse(turned.T @ turned, None), rtol=1e-4, atol=1e-6)
 
 
-def test_heads_turn_their_own_columns():
+def test_heads_rotate_their_own_columns():
     heads, x = space(3, 2), torch.randn(60, 12)
     reads = Coordinates(heads, torch.arange(12).view(2, 2, 3))
     turns = torch.linalg.qr(torch.randn(2, 3, 3))[0]
     whole = torch.block_diag(turns[0], turns[0], turns[1], turns[1])
     torch.testing.assert_close(rotate_axis(x, 1, reads.index, turns), x @ whole)
     turned = x @ whole
-    found = rotated_diagonal(inverse(x.T @ x, reads), turns)
-    torch.testing.assert_close(found, inverse(turned.T @ turned, None), rtol=1e-4, atol=1e-6)
+    diagonal = rotated_diagonal(inverse(x.T @ x, reads), turns)
+    torch.testing.assert_close(diagonal, inverse(turned.T @ turned, None), rtol=1e-4, atol=1e-6)
 
 
-def test_coordinates_may_lie_anywhere_on_an_axis():
+def test_coordinates_may_be_anywhere_on_an_axis():
     index = torch.tensor([[[4, 1]], [[0, 3]]])
     turns = torch.linalg.qr(torch.randn(2, 2, 2))[0]
     weight = torch.randn(6, 3)
-    found = rotate_axis(weight, 0, index, turns)
-    torch.testing.assert_close(found[[4, 1]], turns[0].T @ weight[[4, 1]])
-    torch.testing.assert_close(found[[0, 3]], turns[1].T @ weight[[0, 3]])
-    assert torch.equal(found[[2, 5]], weight[[2, 5]])
+    rotated = rotate_axis(weight, 0, index, turns)
+    torch.testing.assert_close(rotated[[4, 1]], turns[0].T @ weight[[4, 1]])
+    torch.testing.assert_close(rotated[[0, 3]], turns[1].T @ weight[[0, 3]])
+    assert torch.equal(rotated[[2, 5]], weight[[2, 5]])
 
 
-def test_the_objective_is_the_removed_share_of_the_scores():
+def test_the_objective_is_the_removed_fraction_of_the_scores():
     objective = problem(space())
     value = objective.value(unrotated(objective))
     shares = []
@@ -91,7 +91,7 @@ def test_the_objective_is_the_removed_share_of_the_scores():
     assert value == pytest.approx(float(sum(shares) / 3), rel=1e-5)
 
 
-def test_fisher_losses_weigh_the_matrices():
+def test_fisher_losses_weight_the_matrices():
     alike, weighed = problem(space()), problem(space())
     set_totals(weighed, {"read 0": 1.0, "read 1": 1.0, "write": 1.0})
     assert weighed.value(unrotated(weighed)) == pytest.approx(alike.value(unrotated(alike)), rel=1e-6)
@@ -104,10 +104,12 @@ def test_fisher_losses_weigh_the_matrices():
     assert weighed.value(unrotated(weighed)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_gradient_is_that_of_differences():
+def test_the_gradient_matches_finite_differences():
     torch.manual_seed(0)
     stream, heads = space(4), space(2, 2)
-    objective = problem(stream, (Unstructured(1.0),), heads)  # all scores: no threshold that a difference steps over
+    objective = problem(
+        stream, (Unstructured(1.0),), heads
+    )  # all scores: no threshold that a finite difference could cross
     at = {each: torch.linalg.qr(torch.randn(each.count, each.width, each.width))[0] for each in (stream, heads)}
     leaves = {each: value.clone().requires_grad_(True) for each, value in at.items()}
     objective.value(leaves)
@@ -120,43 +122,43 @@ def test_the_gradient_is_that_of_differences():
 
 @pytest.mark.parametrize("fixes_ones", [False, True])
 @pytest.mark.parametrize("patterns", [(HALF,), (NM(2, 4),), (HALF, NM(2, 4))])
-def test_learning_lowers_the_objective_by_orthogonal_matrices(patterns, fixes_ones):
+def test_learning_lowers_the_objective_with_orthogonal_matrices(patterns, fixes_ones):
     stream, heads = space(fixes_ones=fixes_ones), space(4, 2)
     objective = problem(stream, patterns, heads)
     state = learn(objective, [stream, heads], 40, 0.05, torch.device("cpu"))
-    found = rotations([stream, heads], state)
+    matrices = rotations([stream, heads], state)
     assert state.after < 0.95 * state.before and state.done
-    for each, matrix in found.items():
+    for each, matrix in matrices.items():
         assert matrix.shape == (each.count, each.width, each.width) and matrix.dtype == torch.float64
         torch.testing.assert_close(
             matrix.mT @ matrix, torch.eye(each.width).double().expand_as(matrix), rtol=0, atol=1e-12
         )
     if fixes_ones:
-        torch.testing.assert_close(found[stream].sum(-1), torch.ones(1, 8).double(), rtol=0, atol=1e-12)
-    value = objective.value({each: matrix.float() for each, matrix in found.items()})
+        torch.testing.assert_close(matrices[stream].sum(-1), torch.ones(1, 8).double(), rtol=0, atol=1e-12)
+    value = objective.value({each: matrix.float() for each, matrix in matrices.items()})
     assert value == pytest.approx(state.after, rel=1e-4)
 
 
-def test_it_never_ends_above_its_start():
+def test_learning_never_ends_above_its_start():
     stream = space()
-    state = learn(problem(stream), [stream], 12, 0.9, torch.device("cpu"))  # far too large a rate
+    state = learn(problem(stream), [stream], 12, 0.9, torch.device("cpu"))  # a learning rate that is far too large
     assert state.after <= state.before == state.history[0]
 
 
-def test_nothing_to_remove_leaves_the_identity():
+def test_zero_sparsity_gives_the_identity():
     stream = space()
     state = learn(problem(stream, (Unstructured(0.0),)), [stream], 20, 0.01, torch.device("cpu"))
     assert len(state.history) == 1 and state.after == state.before == 0
     assert torch.equal(rotations([stream], state)[stream], torch.eye(8).double()[None])
 
 
-def test_it_stops_once_it_gains_nothing():
+def test_learning_stops_without_improvement():
     stream = space(2)
     state = learn(problem(stream), [stream], 2000, 0.05, torch.device("cpu"))
     assert len(state.history) < 1500
 
 
-def test_a_state_goes_on_where_it_was():
+def test_learning_resumes_from_a_state():
     stream, heads = space(), space(4, 2)
     arguments = ([stream, heads], 15, 0.05, torch.device("cpu"))
     whole = learn(problem(stream, heads=heads), *arguments)
@@ -178,7 +180,7 @@ def test_a_state_goes_on_where_it_was():
         assert torch.equal(again.tensors[name], tensor), name
 
 
-def test_some_rows_stand_for_all():
+def test_sampled_indices_are_sorted_and_aligned():
     generator = torch.Generator().manual_seed(0)
     assert sampled(10, None, 1, generator) is None and sampled(10, 10, 1, generator) is None
     rows = sampled(100, 10, 1, generator)
@@ -190,14 +192,14 @@ def test_some_rows_stand_for_all():
     assert [widest(p) for p in ([HALF], [NM(2, 4)], [NM(2, 4), NM(1, 6)])] == [1, 4, 12]
 
 
-def test_sampled_thresholds_change_the_sum_in_the_second_order(monkeypatch):
+def test_sampled_thresholds_change_the_sum_to_second_order(monkeypatch):
     values = torch.rand(64, 64).square()
     exact = removed(values, [Unstructured(0.7)])
     monkeypatch.setattr("optimum_moonshot.rotation.objective.SAMPLED_SCORES", 1024)
     torch.testing.assert_close(removed(values, [Unstructured(0.7)]), exact, rtol=1e-2, atol=0)
 
 
-def test_sampled_thresholds_see_every_column_alike(monkeypatch):
+def test_sampled_thresholds_cover_columns_evenly(monkeypatch):
     monkeypatch.setattr("optimum_moonshot.rotation.objective.SAMPLED_SCORES", 512)
     values = torch.arange(8.0).repeat(1024, 1) + torch.rand(1024, 8)  # a stride of 16 would see the first column alone
     exact = values.flatten().sort().values[: 1024 * 4].sum()

@@ -1,4 +1,4 @@
-"""Rotations in runs, sweeps and commands: what the model is afterwards, after failures, and after kills."""
+"""Rotations in runs, sweeps and commands: the resulting model, also after failures and kills."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_at_sparsity_0_nothing_changes():
     assert not done.report.rotation.rotated and "nothing was rotated" in done.report.table()
 
 
-def test_a_rotated_model_is_the_same_function_and_prunes_as_a_run_does():
+def test_a_rotated_model_is_the_same_function_and_prunes_like_a_run():
     alone = pruner("llama-tied-biased")
     batch, dense = probe_inputs(alone.model), outputs(alone.model, probe_inputs(alone.model))
     report = alone.rotate(token_batches(), progress=False)
@@ -56,7 +56,7 @@ def test_a_rotated_model_is_the_same_function_and_prunes_as_a_run_does():
         alone.rotate(token_batches(), progress=False)
 
 
-def test_equal_seeds_give_equal_bits_and_some_rows_other_ones():
+def test_equal_seeds_give_equal_bits_and_sampled_rows_others():
     first, again, fewer = (weights(prune(**changes).model) for changes in ({}, {}, {"rotation_rows": 4}))
     assert same(first, again) and not same(first, fewer)
 
@@ -77,24 +77,24 @@ def test_heads_alone():
     assert done.model.config.tie_word_embeddings and not done.report.rotation.untied_bytes
 
 
-def test_what_keeps_its_basis_is_reported():
+def test_unrotated_spaces_are_reported():
     report = prune("gemma3").report
     assert report.rotation.rotations == "6 of 8"
     assert "scales its coordinates" in report.rotation.refused["residual stream"]
     assert "not the residual stream: model.layers.0.post_attention_layernorm scales" in report.table()
 
 
-def test_images_and_n_of_m():
+def test_images_and_n_m():
     data = image_batches()
     done = prune("vit", data, sparsity=None, pattern="2:4", ignore=["classifier"])
     assert done.report.rotation.spaces["residual stream"] == (1, 16)
-    outputs = ("attention.o_proj", "attention.output.dense")  # in one release of transformers or another
+    outputs = ("attention.o_proj", "attention.output.dense")  # names differ between releases of transformers
     layer = next(module for name, module in done.model.named_modules() if name.endswith(outputs))
     assert bool(((layer.weight.view(-1, 4) == 0).sum(1) >= 2).all())
 
 
 @pytest.mark.parametrize("moment", ["find_spaces", "check_invariance", "gather", "learn", "check_same", "solve"])
-def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
+def test_a_failure_does_not_change_the_model(moment, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
 
@@ -111,7 +111,7 @@ def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     assert done.model.config.tie_word_embeddings and not hasattr(done.model.config, "moonshot")
 
 
-def test_too_little_device_memory_is_said(monkeypatch):
+def test_too_little_device_memory_is_reported(monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -124,7 +124,7 @@ def test_too_little_device_memory_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
-def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_bit_for_bit(steps, tmp_path, monkeypatch):
     whole = weights(prune().model)
     put = ResultStore.put_rotation
     monkeypatch.setattr(rotating, "SAVED_EVERY", 1)
@@ -146,7 +146,7 @@ def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_killed_while_solving_takes_the_rotation_over(tmp_path, monkeypatch):
+def test_a_run_killed_while_solving_reuses_the_rotation(tmp_path, monkeypatch):
     whole = weights(prune().model)
     put, count = ResultStore.put, []
 
@@ -166,7 +166,7 @@ def test_a_run_killed_while_solving_takes_the_rotation_over(tmp_path, monkeypatc
     assert same(weights(again.model), whole)
 
 
-def test_a_sweep_rotates_for_all_and_stays_dense_until_one_is_chosen():
+def test_a_sweep_rotates_once_and_stays_dense_until_a_choice():
     done = pruner()
     dense = weights(done.model)
     swept = done.sweep(token_batches(), lambdas=[1.0, 0.5], progress=False)
@@ -201,7 +201,7 @@ def test_data_are_needed():
         MoonshotPruner(make("llama"), MoonshotConfig(**SETTINGS, solver="magnitude")).prune(progress=False)
 
 
-def test_gradients_that_cannot_be_had_are_explained():
+def test_missing_gradients_are_explained():
     data = [{"pixel_values": batch["pixel_values"]} for batch in image_batches()]
     with pytest.raises(MoonshotError, match="rotation_weights='fisher': .*rotation_weights='equal' needs no gradients"):
         prune("vit", data, lam=1)
@@ -213,7 +213,7 @@ def test_structured_patterns_are_refused():
         MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.5, rotation="learned")
 
 
-def test_a_training_keeps_its_basis():
+def test_training_keeps_its_basis():
     with pytest.raises(MoonshotError, match="rotation='learned': the optimizer's state .* rotate it before"):
         MoonshotCallback(MoonshotConfig(**SETTINGS))
 
@@ -244,7 +244,7 @@ def test_the_command_rotates_and_saves(tmp_path, capsys):
         ([], "--sparsity: "),
     ],
 )
-def test_the_command_says_what_is_wrong(options, message, tmp_path, capsys):
+def test_the_command_reports_errors(options, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["rotate", "some/model", "--output", str(tmp_path / "out"), *options])
     assert caught.value.code == 2 and f"error: {message}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rows in units of the loss: what is measured for it, the factors, and what a run makes of them."""
+"""Row scales: the gradient moments, the factors computed from them, and scaling in runs."""
 
 import pytest
 import torch
@@ -27,39 +27,39 @@ def spaces_of(module, index, follows=None):
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_moments_are_those_of_the_gradients_of_all_pieces(turned):
+def test_moments_sum_over_all_batches(turned):
     module = nn.Linear(3, 6)
     layer = LinearLayer("it", (module,), False)
     follows = Space("heads", 2, 2, False, ()) if turned else None
     index = HEADS if turned else NEURONS
     statistic = OutputMoments.of([spaces_of(module, index, follows), follows or spaces_of(nn.Linear(3, 6), index)])
-    found = statistic(layer, 8, None)
+    moments = statistic(layer, 8, None)
     delta = torch.randn(2, 4, 1, 5, 6)
     for piece in delta:
-        found.add(torch.zeros(4, 1, 5, 3), piece, True, slice(None))
+        moments.add(torch.zeros(4, 1, 5, 3), piece, True, slice(None))
     whole = torch.einsum("...i,...j->ij", delta, delta)
     expected = [whole[rows][:, rows] for rows in index[:, 0]]
     expected = torch.stack(expected if turned else [each.diagonal() for each in expected])
-    assert list(found.result()) == ["test"]
-    torch.testing.assert_close(found.result()["test"].float(), expected, rtol=1e-4, atol=1e-5)
+    assert list(moments.result()) == ["test"]
+    torch.testing.assert_close(moments.result()["test"].float(), expected, rtol=1e-4, atol=1e-5)
     assert not OutputMoments.of([])(layer, 8, None).outputs
 
 
-def test_factors_make_rows_equally_dear():
+def test_factors_equalise_the_rows():
     moment = torch.rand(2, 6).double() + 0.1
-    found = factors(moment)
-    cost = moment / found.square()  # gradients at a row are divided by its factor
+    scales = factors(moment)
+    cost = moment / scales.square()  # the gradients of a row are divided by its factor
     torch.testing.assert_close(cost, cost[:1, :1].expand_as(cost))
-    assert float(found.log().mean()) == pytest.approx(0, abs=1e-9)
+    assert float(scales.log().mean()) == pytest.approx(0, abs=1e-9)
 
 
 def test_factors_are_bounded_and_positive():
-    found = factors(torch.tensor([[1e-30, 0.0, 1.0, 1e30]]))
-    assert bool((found >= 1 / LARGEST).all()) and bool((found <= LARGEST).all())
+    scales = factors(torch.tensor([[1e-30, 0.0, 1.0, 1e30]]))
+    assert bool((scales >= 1 / LARGEST).all()) and bool((scales <= LARGEST).all())
     assert torch.equal(factors(torch.zeros(1, 3)), torch.ones(1, 3))
 
 
-def test_factors_are_of_the_turned_and_the_ordered_coordinates():
+def test_factors_follow_rotated_and_permuted_coordinates():
     heads = Space("heads", 2, 2, False, ())
     x = torch.randn(2, 50, 2, dtype=torch.float64)
     skew = torch.tensor([[[0.0, 0.4], [0.0, 0.0]], [[0.0, -0.9], [0.0, 0.0]]])
@@ -90,7 +90,7 @@ def test_a_run_scales_rows_and_the_model_is_the_same_function(rotation):
     assert RotationReport.from_dict(report.to_dict()) == report
 
 
-def test_gradients_at_the_scaled_rows_are_alike():
+def test_gradients_at_scaled_rows_are_similar():
     model = pruner("llama", rotation="heads")
     model.rotate(token_batches(), progress=False)
     up = model.model.model.layers[1].mlp.up_proj
@@ -103,13 +103,13 @@ def test_gradients_at_the_scaled_rows_are_alike():
     assert float(total.max() / total.min()) < 1.5
 
 
-def test_where_no_rows_compete_or_gradients_are_missing_units_stay():
+def test_without_competing_rows_or_gradients_scales_stay():
     assert not prune(sparsity=None, pattern="2:4").report.rotation.scales
     assert not prune(lam=1, rotation_weights="equal").report.rotation.scales
     assert not prune(solver="wanda").report.rotation.scales
 
 
-def test_a_sweep_of_both_kinds_orders_and_scales():
+def test_a_sweep_of_both_kinds_permutes_and_scales():
     done = pruner()
     dense = weights(done.model)
     swept = done.sweep(token_batches(), lambdas=[1.0], patterns=["2:4", "unstructured"], progress=False)
@@ -118,7 +118,7 @@ def test_a_sweep_of_both_kinds_orders_and_scales():
     assert len(done.report.rotation.permuted) == 3 and len(done.report.rotation.scales) == 6
 
 
-def test_a_finished_state_is_taken_over_bit_by_bit(tmp_path, monkeypatch):
+def test_a_finished_state_is_reused_bit_for_bit(tmp_path, monkeypatch):
     whole = weights(prune().model)
 
     def kill(*_):

@@ -1,31 +1,31 @@
-"""docs/bad-inputs.md, made of the tables in test_bad_inputs.py, so that it says what the tests say.
+"""docs/bad-inputs.md, generated from the tables of the tests of bad inputs.
 
-python tests/support/bad_inputs_page.py writes it; the tests compare.
+`python tests/support/bad_inputs_page.py` writes it; a test compares.
 """
 
 import ast
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "test_bad_inputs.py"
+TESTS = Path(__file__).parents[1] / "bad_inputs"
 PAGE = TESTS.parents[1] / "docs" / "bad-inputs.md"
 START = """\
 # Bad inputs
 
-What {count} wrong inputs get: one line with these words, as a `MoonshotError` in Python and after `error:` on the
-command line, without a traceback. The model stays as it was, and nothing is written. Each is a test in
-`tests/test_bad_inputs.py`, and this page is made of their tables by `python tests/support/bad_inputs_page.py`; a test
+{count} invalid inputs and their messages. Each raises a one-line `MoonshotError` in Python, which the command line
+prints after `error:`, without a traceback. The model does not change, and nothing is written. Every row is a test in
+`tests/bad_inputs/`; `python tests/support/bad_inputs_page.py` generates this page from their tables, and a test
 compares.
 
-`WEIGHT` is 8×16, `GRAM` 16×16, `GRADIENTS` of 2 samples; `IDS` are two samples of 8 tokens, `keys_of(…)` a batch with
-these keys; `LONG` is a number of 400 digits. `config()` is Wanda to 2:4 with λ = 1, `HALF` the same with λ = 0.5, `OBC`
-its fields for that solver. `meta` puts a model, or a layer, on the meta device; `configured` writes a field of
-config.json, `changed` a file, `cut` shortens the weights. FILE is a file, LINK leads to nothing, and `TEXT` is
+`WEIGHT` is 8×16, `GRAM` 16×16, `GRADIENTS` has 2 samples; `IDS` has two samples of 8 tokens, `keys_of(…)` is a batch
+with these keys; `LONG` is a number of 400 digits. `config()` is Wanda to 2:4 with λ = 1, `HALF` the same with λ = 0.5,
+`OBC` the fields for that solver. `meta` moves a model or a layer to the meta device; `configured` changes a field of
+config.json, `changed` a file, and `cut` truncates the weights. FILE is a file, LINK a broken link, and `TEXT` is
 calibration on a text file.
 """
 
 
-def _as_it_stands(parts):
+def _first_and_last(parts):
     return parts[0], _text(parts[-1])
 
 
@@ -43,54 +43,62 @@ def _field(kind, prefix=""):
 
 
 def _text(source):
-    """What a string literal says."""
+    """The value of a string literal."""
     return ast.literal_eval(source)
 
 
 def _typed(options):
-    """A list of options as one types it."""
+    """A list of options as typed in a shell."""
     nodes = ast.parse(options, mode="eval").body.elts
     texts = [node.value if isinstance(node, ast.Constant) else ast.unparse(node).lstrip("*") for node in nodes]
     return " ".join(text or '""' for text in texts)
 
 
-# Title, table, what is given, and what a row of the table says: a line of code, and words.
+# Title, table, heading of the input column, and the two cells of a row: code and message.
 SECTIONS = [
     ("One matrix", "MATRICES", "`prune_weight(…)`",
      lambda p: (f"{p[0][1:-1].rstrip(',')}, config={p[1]}", _text(p[2]))),
     ("Several sparsities", "PATHS", "`prune_weight_path(…)`",
      lambda p: (f"WEIGHT, GRAM, config={p[0]}, sparsities={p[1]}", _text(p[2]))),
     ("Sizes and whole numbers", "NUMBERS", "`MoonshotConfig(…)`", lambda p: (f"{_text(p[0])}={p[1]}", _text(p[2]))),
-    ("Calibration data", "DATA", "`prune(…)`", _as_it_stands),
-    ("Losses of one's own", "LOSSES", "`prune(loss=…)`", _as_it_stands),
-    ("Other arguments of a run", "ARGUMENTS", "of `prune` and `MoonshotConfig`", _as_it_stands),
-    ("Models", "OBJECTS", "`MoonshotPruner(…)`", _as_it_stands),
-    ("Folders of models", "MODELS", "what is changed in one", _as_it_stands),
-    ("Where models are saved", "PLACES", "`save_pretrained(…)`", _as_it_stands),
+    ("Calibration data", "DATA", "`prune(…)`", _first_and_last),
+    ("Custom losses", "LOSSES", "`prune(loss=…)`", _first_and_last),
+    ("Other arguments of a run", "ARGUMENTS", "of `prune` and `MoonshotConfig`", _first_and_last),
+    ("Models", "OBJECTS", "`MoonshotPruner(…)`", _first_and_last),
+    ("Folders of models", "MODELS", "change", _first_and_last),
+    ("Output folders", "PLACES", "`save_pretrained(…)`", _first_and_last),
     ("A run's report", "REPORTS", "`PruneReport.load`, a field", _field("run")),
-    ("A layer in it", "LAYERS", "`PruneReport.load`, a field", _field("run", "layers[0].")),
+    ("A layer in a run's report", "LAYERS", "`PruneReport.load`, a field", _field("run", "layers[0].")),
     ("A sweep's report", "SWEEPS", "`SweepReport.load`, a field", _field("sweep")),
     ("Results of an evaluation", "EVALUATIONS", "`EvalReport.load`",
      lambda p: (p[0], "contains no results of an evaluation")),
     ("The command line", "COMMANDS", "`optimum-cli moonshot`", _option),
-    ("Values that are no numbers", "VALUES", "`optimum-cli moonshot prune`",
+    ("Values of the wrong type", "VALUES", "`optimum-cli moonshot prune`",
      lambda p: (f"{_text(p[0])} {_text(p[1])}", "the option and the value (status 2)")),
 ]  # fmt: skip
 
 
-def rows(tree, source, table):
-    """The parts of every row of a table, as they stand in the source."""
-    (value,) = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table
-    ]
-    for element in value.elts:
+def tables():
+    """Table name → its node and source, from all tests of bad inputs."""
+    assigned = {}
+    for path in sorted(TESTS.glob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Assign):
+                assigned[ast.unparse(node.targets[0])] = node.value, source
+    return assigned
+
+
+def rows(node, source):
+    """The source of every part of every row of a table."""
+    for element in node.elts:
         if not isinstance(element, ast.Starred):
             yield _parts(element, source)
-        elif isinstance(element.value.generators[0].iter, ast.Tuple):  # one value after another, with the same words
+        elif isinstance(element.value.generators[0].iter, ast.Tuple):  # several values with the same message
             name, _, words = element.value.elt.elts
-            for given in element.value.generators[0].iter.elts:
-                yield [_source(part, source) for part in (name, given, words)]
-        # other generators repeat a table, which has a section of its own
+            for value in element.value.generators[0].iter.elts:
+                yield [_source(part, source) for part in (name, value, words)]
+        # other generators repeat a table that has its own section
 
 
 def _parts(element, source):
@@ -104,20 +112,19 @@ def _source(node, source):
 
 
 def _code(text):
-    """A cell of code, whatever signs are in it."""
+    """A cell of code, with special characters escaped."""
     text = text.replace("|", "\\|")
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def page():
     """The page, as text."""
-    source = TESTS.read_text(encoding="utf-8")
-    tree, lines, count = ast.parse(source), [], 0
+    sources, lines, count = tables(), [], 0
     for title, table, head, cells in SECTIONS:
-        lines += [f"\n## {title}\n", f"| {head} | what it gets |", "|---|---|"]
-        for parts in rows(tree, source, table):
-            given, words = cells(parts)
-            lines.append(f"| {_code(given)} | {_code(words)} |")
+        lines += [f"\n## {title}\n", f"| {head} | message |", "|---|---|"]
+        for parts in rows(*sources[table]):
+            code, words = cells(parts)
+            lines.append(f"| {_code(code)} | {_code(words)} |")
             count += 1
     return START.format(count=count) + "\n".join(lines) + "\n"
 

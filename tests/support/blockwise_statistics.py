@@ -1,4 +1,4 @@
-"""Statistics of blockwise passes, computed slowly, sample by sample."""
+"""Reference statistics of blockwise passes, computed sample by sample."""
 
 import reference
 import torch
@@ -18,7 +18,7 @@ def matrix_of(layer, parameter):
 
 
 def rows_of(module, inputs, keep):
-    """What the layer multiplies: [groups, T, d_in]."""
+    """The rows of inputs that the layer multiplies: [groups, T, d_in]."""
     if not isinstance(module, torch.nn.Conv2d):
         rows = inputs.reshape(-1, inputs.shape[-1])
         return (rows if keep is None else rows[keep])[None]
@@ -36,7 +36,7 @@ def sample_loss(model, single, keep):
 
 
 def slow_statistics(model, layers, batches):
-    """Σ x xᵀ over real tokens or patches, and autograd's own weight gradient of each sample's loss."""
+    """Σ x xᵀ over real tokens or patches, and autograd's weight gradient of each sample's loss."""
     grams, gradients = {layer.name: 0 for layer in layers}, {layer.name: [] for layer in layers}
     for batch in batches:
         for n in range(len(next(iter(batch.values())))):
@@ -58,8 +58,8 @@ def slow_statistics(model, layers, batches):
             for handle in handles:
                 handle.remove()
     model.zero_grad()
-    return grams, {name: torch.stack(found) for name, found in gradients.items()}
+    return grams, {name: torch.stack(matrices) for name, matrices in gradients.items()}
 
 
-def close(found, expected):
-    return (found - expected).norm() <= 2e-4 * expected.norm() + 1e-9
+def close(actual, expected):
+    return (actual - expected).norm() <= 2e-4 * expected.norm() + 1e-9

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: pruned models, and what lies in a folder."""
+"""Pruned models, and the contents of their folders."""
 
 import torch
 from models import make, token_batches
@@ -22,14 +22,14 @@ def files(folder):
 
 
 def tensors(folder):
-    found = {}
+    weights = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        weights |= load_file(path)
+    return weights
 
 
 def assert_same(model, other):
-    expected, found = model.state_dict(), other.state_dict()
-    assert found.keys() == expected.keys()
+    expected, actual = model.state_dict(), other.state_dict()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].to("cpu"), tensor), name
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name].to("cpu"), tensor), name

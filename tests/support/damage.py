@@ -1,10 +1,10 @@
-"""Random damage of a folder, from a seed, and what every reader makes of it.
+"""Random damage of a folder, from a seed, and the outcome of every reader.
 
-A packed folder loads with the weights it was saved with, or is refused. A dense one has no checksums: its readers must
-not fail in another way, but its weights may be others. A run that goes on from damaged results ends with the weights
-and the report of an undisturbed one, or is refused.
+A damaged packed folder loads with its original weights or is refused. A dense one has no checksums: its readers must
+not fail in another way, but its weights may differ. A run that resumes from damaged results ends with the weights and
+the report of an undisturbed run, or is refused.
 
-Run as a program it tries more of it than the test does:  python tests/support/damage.py --count 10000
+As a program it covers more seeds than the test:  python tests/support/damage.py --count 10000
 """
 
 import argparse
@@ -31,26 +31,26 @@ READERS = {
     "dense": ("load_pruned", "convert", "verify"),
     "run": ("resume",),
 }
-# What a run prunes with whose results are damaged; both kinds of results are among them.
+# Settings of the run whose results are damaged; it writes both kinds of results.
 RUN = {"solver": "wanda", "pattern": "2:4", "lam": 1.0, "recover": "blockwise", "recover_steps": 2, "num_samples": 2}
-DEEP = "deep"  # in the place of a value: 100,000 brackets
+DEEP = "deep"  # stands for 100,000 nested brackets
 VALUES = [
     None, True, False, -1, 0, 1, 7, 2**31, 2**70, 1.5, float("inf"), "", "x", "../x", "/x", "F16", "float16", [], [1],
     {}, DEEP,
 ]  # fmt: skip
-# transformers makes as many layers as this says before anybody can object.
+# transformers builds this many layers before any check.
 COUNT, COUNTS = "num_hidden_layers", (None, "2", 0, 1, 3, -1)
 
 
 def make_folder(folder, format="packed"):
-    """A pruned model of two layers in several files, square matrices among them; returns its weights.
+    """Save a pruned model of two layers, some matrices square, in several files; returns its weights.
 
-    As "run", the folder is that of a run which is over, and the report comes with the weights.
+    For the format "run": the folder of a finished run; returns its report with the weights.
     """
     model = make_model()
     if format == "run":
         pruner = _resume(model, folder)
-        return model.state_dict() | _told(pruner.report)
+        return model.state_dict() | _report_tensors(pruner.report)
     rules = {"q_proj": "2:4", "mlp": "1:4", "[kvo]_proj": 0.6}
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="unstructured", allocation=rules))
     pruner.prune(progress=False)
@@ -62,7 +62,7 @@ def make_folder(folder, format="packed"):
 
 
 def make_model():
-    """The dense one."""
+    """The dense model."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -78,15 +78,15 @@ def _resume(model, folder):
     return pruner
 
 
-def _told(report):
-    """What a report says that is no clock's, as tensors beside the weights."""
+def _report_tensors(report):
+    """The fields of a report that do not depend on time, as tensors to add to the weights."""
     layers = {each.name: (each.sparsity, each.reconstruction, each.loss) for each in report.layers}
     layers |= {each.name: (each.loss_before, each.loss_after, each.steps) for each in report.recovery}
     return {f"report of {name}": torch.tensor(values) for name, values in layers.items()}
 
 
 def damage(folder, rng):
-    """Change a folder in one way; returns what was done, and whether a file of weights was hit."""
+    """Damage a folder in one way; returns a description, and whether a file of weights changed."""
     files = sorted(folder.rglob("*.safetensors"))
     others = [path for path in sorted(folder.glob("*.json")) if path.name != "generation_config.json"]
     kind = rng.choice(["bit", "bit", "bytes", "cut", "json", "json", "json", "described", "described", "files"])
@@ -127,7 +127,7 @@ def _mix_up(files, rng):
 
 
 def _rewrite_header(path, content, described, rng):
-    """A value in the header, or in what the metadata says of the tensors."""
+    """Change a value in the header, or in its metadata about the tensors."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     inside = [name for name in ("moonshot", "report") if name in header.get("__metadata__", {})]
@@ -146,7 +146,7 @@ def _write(values):
 
 
 def _nodes(values, parent=None, key=None):
-    """Every value inside of another, with the place it is at."""
+    """The container and key of every nested value."""
     if parent is not None:
         yield parent, key
     for inner in list(values) if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ():
@@ -154,7 +154,7 @@ def _nodes(values, parent=None, key=None):
 
 
 def _mutate(values, rng):
-    """The same JSON with one value changed, gone, in another's place or under another name."""
+    """The JSON with one value changed, deleted, swapped with another, or renamed."""
     parent, key = rng.choice(list(_nodes(values)))
     how = rng.choice(["value", "value", "value", "near", "gone", "moved", "named"])
     if how == "gone":
@@ -165,7 +165,7 @@ def _mutate(values, rng):
         with contextlib.suppress(ValueError):
             json.dumps(values)
             return values
-        return None  # one was inside the other
+        return None  # one contains the other
     elif how == "named" and isinstance(parent, dict):
         parent[rng.choice(["x", key + "x", key[:-1]])] = parent.pop(key)
     elif how == "near" and isinstance(parent[key], int | str) and parent[key] not in ("", True, False):
@@ -181,13 +181,13 @@ def _near(text, rng):
 
 
 def read(reader, folder, output, format):
-    """The weights that a reader finds."""
+    """The weights from one reader."""
     if reader == "from_pretrained":
         return hf.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     if reader == "resume":
         model = make_model()
         pruner = _resume(model, folder)
-        return model.state_dict() | _told(pruner.report)
+        return model.state_dict() | _report_tensors(pruner.report)
     if reader == "load_pruned":
         return load_pruned(folder).state_dict()
     if reader == "convert":
@@ -202,28 +202,28 @@ def read(reader, folder, output, format):
 
 
 def verdict(reader, folder, output, expected, weights_hit, format):
-    """What a reader made of a folder: "same weights", "refused", or what went wrong."""
+    """The outcome of one reader: "same weights", "refused", or an error."""
     try:
         if reader == "verify":
             return "holds" if verify(folder) else "refused"
-        found = read(reader, folder, output, format)
+        weights = read(reader, folder, output, format)
     except MoonshotError:
         return "refused"
     except Exception as error:
         if reader == "from_pretrained" and not weights_hit:
-            return "transformers refused"  # it reads config.json and the index before it asks this package
+            return "transformers refused"  # it reads config.json and the index before it calls this package
         return f"WRONG: {type(error).__name__}: {error}"
     wrong = "other weights" if format == "dense" else "WRONG"
-    if found.keys() != expected.keys():
-        return f"{wrong}: {sorted(found.keys() ^ expected.keys())[:3]}"
+    if weights.keys() != expected.keys():
+        return f"{wrong}: {sorted(weights.keys() ^ expected.keys())[:3]}"
     for name, tensor in expected.items():  # config.json may ask for another dtype
-        if not torch.equal(found[name], tensor.to(found[name].dtype)):
+        if not torch.equal(weights[name], tensor.to(weights[name].dtype)):
             return f"{wrong}: {name} differs"
     return "same weights"
 
 
 def trial(intact, expected, seed, root, format="packed"):
-    """One damage, and the verdict of every reader."""
+    """Damage a copy once; returns the description and the verdict of every reader."""
     folder, output = root / "damaged", root / "out"
     for path in (folder, output):
         shutil.rmtree(path, ignore_errors=True)
@@ -233,18 +233,18 @@ def trial(intact, expected, seed, root, format="packed"):
     for reader in READERS[format]:
         with contextlib.redirect_stderr(io.StringIO()):
             verdicts[reader] = verdict(reader, folder, output, expected, weights_hit, format)
-    sound = [found for reader, found in verdicts.items() if reader.startswith("load_pruned")]
+    sound = [outcome for reader, outcome in verdicts.items() if reader.startswith("load_pruned")]
     if format == "packed" and verdicts["verify"] == "holds" and weights_hit and "same weights" not in sound:
-        verdicts["verify"] = "WRONG: it says that all holds"
+        verdicts["verify"] = "WRONG: verified"
     return what, verdicts
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--format", choices=READERS, default="packed")
-    parser.add_argument("--json", type=Path, help="where the counts go, beside those of other formats")
+    parser.add_argument("--json", type=Path, help="file of the counts; those of other formats are kept")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -255,21 +255,21 @@ def main():
         expected = make_folder(intact, options.format)
         for seed in range(options.first, options.first + options.count):
             what, verdicts = trial(intact, expected, seed, Path(root), options.format)
-            for reader, found in verdicts.items():
-                counts[reader, found.partition(":")[0]] += 1
-                if found.startswith("WRONG"):
-                    print(f"seed {seed}, {what}, {reader}: {found}", flush=True)
-    for (reader, found), count in sorted(counts.items()):
-        print(f"{count:7} {reader}: {found}")
+            for reader, outcome in verdicts.items():
+                counts[reader, outcome.partition(":")[0]] += 1
+                if outcome.startswith("WRONG"):
+                    print(f"seed {seed}, {what}, {reader}: {outcome}", flush=True)
+    for (reader, outcome), count in sorted(counts.items()):
+        print(f"{count:7} {reader}: {outcome}")
     if options.json:
-        known = json.loads(options.json.read_text()) if options.json.exists() else {}
-        known[options.format] = {"damages": options.count, **{f"{r}: {v}": n for (r, v), n in sorted(counts.items())}}
-        options.json.write_text(json.dumps(known, indent=2) + "\n")
-    return any(found == "WRONG" for _, found in counts)
+        results = json.loads(options.json.read_text()) if options.json.exists() else {}
+        results[options.format] = {"damages": options.count, **{f"{r}: {v}": n for (r, v), n in sorted(counts.items())}}
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return any(outcome == "WRONG" for _, outcome in counts)
 
 
 def flip(path, seed=0):
-    """One bit of one tensor."""
+    """Flip one bit of one tensor."""
     content = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
     generator = torch.Generator().manual_seed(seed)

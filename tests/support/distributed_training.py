@@ -33,7 +33,7 @@ def data_parallel():
     with keep_sparsity(wrapped, optimizer):
         steps(wrapped, optimizer)
     assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
-    # Each process sees half of the data; the masked gradients are averaged all the same.
+    # Each process reads half of the data; masked gradients are averaged as usual.
     for layer in find_pruned(model):
         first = layer.parameter.data.clone()
         dist.broadcast(first, 0)
@@ -104,5 +104,5 @@ if __name__ == "__main__":
     fully_sharded(data_parallel())
     refused()
     under_the_trainer(sys.argv[1])
-    (Path(sys.argv[1]) / f"done-{dist.get_rank()}").touch()  # what both print may run into one another
+    (Path(sys.argv[1]) / f"done-{dist.get_rank()}").touch()  # their output may interleave
     dist.destroy_process_group()

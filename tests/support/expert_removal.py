@@ -16,21 +16,21 @@ REFUSED = {
     "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
 }
 FAMILIES = tuple(name for name in tiny_mixtures.FAMILIES if name not in REFUSED)
-MINE = {"hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]}}  # of one expert otherwise
+SIZES = {"hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]}}  # one expert by default
 
 
 def model_of(name):
-    if name not in MINE:
+    if name not in SIZES:
         return family(name).float()
     config = family(name).config
-    for field, value in MINE[name].items():
+    for field, value in SIZES[name].items():
         setattr(config, field, value)
     torch.manual_seed(0)
     return hf.AutoModelForCausalLM.from_config(config).eval().float()
 
 
 def settled(model):
-    """Tokens that differ, experts that matter, routers that choose, and biases: a new model has little of all."""
+    """Make tokens, experts, routing and biases matter: at initialisation they hardly do."""
     generator = torch.Generator().manual_seed(3)
     for module in model.modules():
         for key in expert_parameters(module):

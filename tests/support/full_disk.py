@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A simulated full disk."""
 
 import resource
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Run as a program: calls the compiled library with buffers at the edges of memory that may not be touched.
+"""A program that calls the compiled library with buffers next to protected memory pages.
 
 Arguments: the library, and instruction sets. A read or write outside of a buffer ends the process.
 """
@@ -16,7 +16,7 @@ ANONYMOUS = 0x1000 if sys.platform == "darwin" else 0x20
 
 
 class Guarded:
-    """Bytes that end at a page which may not be touched, or begin after one."""
+    """Bytes that end at a protected page, or begin after one."""
 
     def __init__(self, content: bytes, at_end: bool):
         self.pages = -(-len(content) // PAGE) + 2
@@ -39,7 +39,7 @@ def row_bits(d_in: int, count: int) -> bytes:
 def check(library: ctypes.CDLL, dtype: int, shape: tuple[int, int], rows: int, counts: list[int], damage: bool) -> None:
     (d_out, d_in), size = shape, 4 if dtype == 2 else 2
     bits, starts = b"".join(row_bits(d_in, count) for count in counts), [sum(counts[:o]) for o in range(d_out + 1)]
-    if damage:  # more values than there are, and beyond the last column
+    if damage:  # more values than exist, and columns beyond the last
         bits = b"\xff" * len(bits)
     equal = len(set(counts)) == 1
     for at_end in (True, False):
@@ -80,7 +80,7 @@ def main(path: str, *sets: str) -> None:
     for name in sets:
         assert library.moonshot_use(name.encode()) == 0
         for dtype in range(3):
-            for d_in, shapes in ((7, ROWS), (257, ROWS), (1100, (70,))):  # the last is added up in parts
+            for d_in, shapes in ((7, ROWS), (257, ROWS), (1100, (70,))):  # the last is summed in parts
                 for counts in ([d_in // 2] * 3, [d_in, 0, random.randint(0, d_in)]):
                     for rows in shapes:
                         for damage in (False, True):

@@ -1,6 +1,6 @@
-"""What a user does with the Hub, run by test_hub.py in a process of its own, since the address is read on import.
+"""A user's work with the Hub; test_hub.py runs it as a program, since the address is read on import.
 
-Usage: python hub_client.py FOLDER; prints what happened as JSON.
+Usage: python hub_client.py FOLDER; prints the results as JSON.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ It has a {{ curly }} template in its text.
 def error(call):
     try:
         return f"no error: {call()}"
-    except MoonshotError as found:
-        return str(found)
+    except MoonshotError as refusal:
+        return str(refusal)
 
 
 def files(folder):
@@ -51,25 +51,25 @@ def same(model, other):
 
 
 def without_the_package(repo):
-    """What a process sees that knows nothing of this package: its status, and what it says last."""
+    """Exit status and last output of a process that loads a model without importing this package."""
     code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({repo!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return done.returncode, done.stderr[-1000:]
 
 
 def command(*argv):
-    """The status that a command ended with, what it printed, and what it complained of."""
-    printed, complained, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complained):
+    """Exit status, standard output and standard error of a command."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             moonshot([str(part) for part in argv])
         except SystemExit as ended:
             status = ended.code
-    return status, printed.getvalue(), complained.getvalue()
+    return status, out.getvalue(), err.getvalue()
 
 
 def commands(folder, pruner):
-    """`moonshot verify` and `moonshot convert` of names on the Hub, in a folder of their own."""
+    """`moonshot verify` and `moonshot convert` of Hub names, in a new folder."""
     folder.mkdir()
     os.chdir(folder)
     done = {
@@ -89,7 +89,7 @@ def commands(folder, pruner):
 
 
 def publish_base(folder):
-    """A dense model with a card, on the Hub as a user would have put it there."""
+    """Upload a dense model with a card, as a user would."""
     from huggingface_hub import HfApi
 
     make("llama").to(torch.bfloat16).save_pretrained(folder)
@@ -135,10 +135,10 @@ def main(folder):
     done["text"] = ModelCard.load("me/small").text
     weights = before["moonshot.safetensors"]
     done["tensor bytes"] = len(weights) - 8 - int.from_bytes(weights[:8], "little")
-    # The same repository again, dense and in shards: the packed file must go.
+    # Push dense shards to the same repository: the packed file must be deleted.
     push("me/small", format="dense", exist_ok=True, max_shard_size="10KB", commit_message="dense")
     done["same weights again"] = same(pruner.model, hf.AutoModelForCausalLM.from_pretrained("me/small", dtype="auto"))
-    # Packed in memory: by the pruner, and by the model alone, as transformers does it.
+    # A model packed in memory, pushed by the pruner and by the model itself.
     pruner.to_runtime("packed")
     push("me/held", format=None)
     pruner.model.push_to_hub("own", token=TOKEN)

@@ -1,6 +1,6 @@
 """A stand-in for the Hub on 127.0.0.1: repositories in memory, one write token, and faults on request.
 
-A repository whose name contains "cut" loses the connection in the middle of a commit.
+For a repository whose name contains "cut", the connection closes in the middle of a commit.
 """
 
 import base64
@@ -18,7 +18,7 @@ TOKEN = "hf_may_write"
 
 
 class Hub:
-    """What the server holds: files of every repository, and the paths of every commit."""
+    """State of the server: the files of every repository, and the paths of every commit."""
 
     def __init__(self):
         self.files: dict[str, dict[str, bytes]] = {}
@@ -70,25 +70,25 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, {"error": "Not found"}, {"X-Error-Code": "RepoNotFound"})
         if match[2] == "commit":
             return self.commit(match[1])
-        asked = json.loads(self.body())["files"]
-        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
+        requested = json.loads(self.body())["files"]
+        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in requested]
         return self.answer(200, {"files": modes})
 
-    def validate(self, asked):
-        _, block, _ = asked["content"].split("---\n", 2)
+    def validate(self, request):
+        _, block, _ = request["content"].split("---\n", 2)
         try:
             errors = [] if isinstance(yaml.safe_load(block), dict) else [{"message": "no mapping"}]
         except yaml.YAMLError as error:
             errors = [{"message": str(error)}]
         self.answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
-    def create(self, asked):
-        repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
+    def create(self, request):
+        repo = f"{request.get('organization') or 'me'}/{request['name']}"
         address = f"http://{self.headers['Host']}/{repo}"
         if repo in self.hub.files:
             return self.answer(409, {"error": "You already created this model repo", "url": address})
         self.hub.files[repo], self.hub.commits[repo] = {".gitattributes": b""}, []
-        self.hub.private[repo] = asked.get("private") or asked.get("visibility") == "private"
+        self.hub.private[repo] = request.get("private") or request.get("visibility") == "private"
         return self.answer(200, {"url": address, "name": repo})
 
     def commit(self, repo):
@@ -128,12 +128,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, files[rest], {"ETag": f'"{etag}"', "X-Repo-Commit": sha})
         if match[2] == "tree":
             recursive = parse_qs(parsed.query).get("recursive", ["false"])[0].lower() in ("true", "1")
-            found = [name for name in files if name.startswith(rest) and (recursive or "/" not in name)]
-            if rest and not found:
+            names = [name for name in files if name.startswith(rest) and (recursive or "/" not in name)]
+            if rest and not names:
                 return self.answer(404, {"error": "Not found"}, {"X-Error-Code": "EntryNotFound"})
             listed = [
                 {"type": "file", "path": name, "size": len(files[name]), "oid": hashlib.sha1(files[name]).hexdigest()}
-                for name in found
+                for name in names
             ]
             return self.answer(200, listed)
         siblings = [{"rfilename": name} for name in files]

@@ -7,7 +7,7 @@ CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 
 
 def picture(number: int, size=(20, 24), mode="RGB"):
-    """An image that tells its number."""
+    """An image whose pixels encode its number."""
     generator = np.random.default_rng(number)
     pixels = generator.integers(0, 255, (*size, 3), dtype=np.uint8)
     pixels[..., 0] = number

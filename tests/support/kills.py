@@ -1,12 +1,12 @@
-"""Commands that SIGKILL ends at any moment: the same command, repeated, must give what an undisturbed one gives.
+"""Commands that SIGKILL ends at any moment: a rerun must give the files of an undisturbed command.
 
-A process that has imported everything forks a child for each try, so that moments fall on the work, not on imports.
-Children die at random moments, or just before one of the file operations that they do below their folder: one try for
-each of these. The repeats are killed too, up to four times in a row. After each kill, what can be loaded must be whole;
-after the last repeat, every file must be the undisturbed one bit for bit, but for the notes that tell of the kills.
-Clocks stand still in the children: seconds and peak memory, which reports and cards show, are never the same twice.
+A process that has imported everything forks a child for each trial, so that kills hit the work, not the imports.
+Children are killed at random moments, or just before one of the file operations below their folder: one trial for each.
+Reruns are killed too, up to four times in a row. After each kill, any model that loads must be complete; after the last
+rerun, every file must equal the undisturbed one bit for bit, except for the notes about the kills. Clocks are constant
+in the children, because the seconds and peak memory in reports and cards differ from run to run.
 
-Run as a program it tries more of it than the test does:  python tests/support/kills.py --kills 100 --operations
+As a program it runs more trials than the test:  python tests/support/kills.py --kills 100 --operations
 """
 
 import argparse
@@ -48,22 +48,22 @@ COMMANDS = {
     "convert to packed": ["convert", "DENSE", "--format", "packed"],
     "convert to dense": ["convert", "PACKED", "--format", "dense"],
 }  # fmt: skip
-SAVES = ("save, dense", "save, packed")  # over a model of another format that lies there: it, the new one, or nothing
+SAVES = ("save, dense", "save, packed")  # over a model of the other format: the result is either one, or nothing
 KINDS = (*COMMANDS, *SAVES)
 IN_A_ROW = 4
-LONGEST = 120  # seconds that no command takes here
-TOLD = re.compile(r"taken over from an interrupted run|were thrown away and made again")
+LONGEST = 120  # seconds; no command takes as long
+ABOUT_KILLS = re.compile(r"taken over from an interrupted run|were thrown away and made again")
 REFUSED = re.compile("another command writes there|it is not empty")
 MEETINGS = [
     ("prune", "prune"), ("prune", "recover"), ("sweep", "sweep"), ("prune", "convert to packed"),
     ("convert to dense", "prune, packed"), SAVES,
 ]  # fmt: skip
-DONE = "it is not empty; --overwrite writes there anyway"  # a kill after the last step: all is there
+DONE = "it is not empty; --overwrite writes there anyway"  # after a kill at the very end
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "fcntl.flock"}
 
 
 class Stage:
-    """A folder with a tiny model, text, and a pruned model in both formats; nothing of it is changed by a try."""
+    """A folder with a tiny model, text, and a pruned model in both formats; trials do not change it."""
 
     def __init__(self, root):
         self.root = root
@@ -84,14 +84,14 @@ class Stage:
             self.pruner.save_pretrained(root / format, format=format, max_shard_size="200KB")
 
     def prepare(self, kind, folder):
-        """What lies there before the command."""
+        """Create the folder as it is before the command."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         if kind in SAVES:
             shutil.copytree(self.root / ("packed" if kind == SAVES[0] else "dense"), folder / "out")
 
     def work(self, kind, folder):
-        """Do what is killed."""
+        """Run the command, which may be killed."""
         if kind in SAVES:
             format = kind.rpartition(" ")[2]
             self.pruner.save_pretrained(folder / "out", format=format, max_shard_size="100KB")
@@ -101,27 +101,27 @@ class Stage:
         moonshot([*argv, "--output", str(folder / "out")])
 
 
-def stand_still():
-    """Make clocks and memory counters give the same in every process."""
+def freeze_clocks():
+    """Make clocks and memory counters constant in every process."""
     time.perf_counter = lambda: 0.0
     resource.getrusage = lambda who: types.SimpleNamespace(ru_maxrss=0)
 
 
 def share_nothing():
-    """Forked children are to have no lock in common, and none that a thread of this process held at the fork.
+    """Prevent locks shared between forked children, or held by a thread of this process at the fork.
 
-    Before anything has made a bar: tqdm's own lock is one for all processes, and who is killed with it keeps it. The
-    threads in which transformers reads tensors may outlive the call.
+    Call it before the first progress bar: tqdm's default lock is shared by all processes, and a killed process never
+    releases it. The threads in which transformers reads tensors may outlive the call.
     """
     tqdm.set_lock(threading.RLock())
-    tqdm.monitor_interval = 0  # a thread
+    tqdm.monitor_interval = 0  # no monitor thread
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 
 def watch(folder, deadly, counted):
-    """Count the file operations below a folder; die just before one of them.
+    """Count the file operations below a folder; kill this process just before number `deadly`.
 
-    `shutil.rmtree` names files relative to an open folder: those count, too.
+    `shutil.rmtree` names files relative to an open folder; relative paths therefore count, too.
     """
 
     def happens(event, arguments):
@@ -144,17 +144,14 @@ def watch(folder, deadly, counted):
 
 
 class Child:
-    """A process that does some work below a folder, forked from this one.
+    """A forked process that calls `work` and counts the file operations below `folder`.
 
-    Args:
-        work: to be done.
-        folder: whose file operations are counted.
-        operation: the one to die before.
+    It is killed just before number `operation`.
     """
 
     def __init__(self, work, folder, operation=None):
         self.folder = folder
-        self._told, writing = os.pipe()
+        self._count, writing = os.pipe()
         self.id = os.fork()
         if not self.id:
             with contextlib.suppress(BaseException):
@@ -162,7 +159,7 @@ class Child:
                 os.dup2(os.open(self._errors(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
                 faulthandler.dump_traceback_later(LONGEST - 5)
                 os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)
-                stand_still()
+                freeze_clocks()
                 counted = []
                 watch(folder, operation, counted)
                 work()
@@ -174,10 +171,10 @@ class Child:
         return self.folder.with_name(f"errors-{child}.txt")
 
     def end(self, moment=None):
-        """Wait for it; after `moment` seconds, kill it.
+        """Wait for the process, and kill it after `moment` seconds.
 
         Returns:
-            "killed", the count of its file operations, or the last line of the error that it ended with.
+            "killed", the number of file operations, or the last line of its error.
         """
         started, hangs = time.monotonic(), False
         while (ended := os.waitpid(self.id, os.WNOHANG))[0] == 0:
@@ -185,40 +182,40 @@ class Child:
             if hangs or (moment is not None and time.monotonic() - started >= moment):
                 os.kill(self.id, signal.SIGKILL)
             time.sleep(0.0005)
-        told, errors = os.read(self._told, 100), self._errors(self.id)
-        os.close(self._told)
-        said = errors.read_text().strip() if errors.exists() else ""
+        count, errors = os.read(self._count, 100), self._errors(self.id)
+        os.close(self._count)
+        message = errors.read_text().strip() if errors.exists() else ""
         errors.unlink(missing_ok=True)
         if hangs:
-            return f"no end after {LONGEST} s: {said}"
+            return f"no end after {LONGEST} s: {message}"
         if os.WIFSIGNALED(ended[1]):
             assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
             return "killed"
-        return int(told) if told else said.rpartition("\n")[2]
+        return int(count) if count else message.rpartition("\n")[2]
 
 
 def files(folder):
-    """Every file's bytes, without the lines that tell of kills."""
-    found = {}
+    """The bytes of every file, without the lines about kills."""
+    contents = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
         if path.suffix in (".json", ".md"):
             lines = content.decode().splitlines()
-            lines = [line for line in lines if not TOLD.search(line)]
+            lines = [line for line in lines if not ABOUT_KILLS.search(line)]
             content = "\n".join(lines).replace('"notes": [\n  ]', '"notes": []').encode()
-        found[path.relative_to(folder).as_posix()] = content
-    return found
+        contents[path.relative_to(folder).as_posix()] = content
+    return contents
 
 
 def weights(folder):
-    """Those that transformers loads from a folder; None where it holds no model."""
+    """The weights that transformers loads from a folder; None without a model."""
     if not (folder / "config.json").exists():
         return None
     return hf.AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
 def left(folder):
-    """What a kill left, in words."""
+    """Describe the folder after a kill."""
     output = folder / "out"
     if any(output.rglob(".saving-*")):
         half = any(path.is_file() for path in output.glob("*")) and not (output / "config.json").exists()
@@ -229,12 +226,12 @@ def left(folder):
 
 
 class Tries:
-    """All tries of one command."""
+    """All trials of one command."""
 
     def __init__(self, stage, kind):
         self.stage, self.kind, self.folder = stage, kind, stage.root / "try"
         self.start_counting()
-        self.fresh = True  # nothing was done yet in the folder
+        self.fresh = True  # the folder is as prepared
         stage.prepare(kind, self.folder)
         self.before = weights(self.folder / "out")
         self.seconds = float("inf")
@@ -247,7 +244,7 @@ class Tries:
         self.kills = self.identical = self.tries = 0
 
     def run(self, moment=None, operation=None):
-        """One attempt; the shortest that came to its end says over how long kills are spread."""
+        """One run; the shortest complete one sets the range of random moments."""
         started = time.monotonic()
         ended = Child(functools.partial(self.stage.work, self.kind, self.folder), self.folder, operation).end(moment)
         if self.fresh and ended != "killed":
@@ -259,7 +256,7 @@ class Tries:
         return self.folder / "out" / ("model" if self.kind == "sweep" else "")
 
     def once(self, name, *kills):
-        """Start anew; kill the command and its repeats in these ways, until one ends; then let it end, and compare."""
+        """Kill the command and its reruns in these ways, until one completes; then let it complete, and compare."""
         self.stage.prepare(self.kind, self.folder)
         self.fresh = True
         self.tries += 1
@@ -269,32 +266,32 @@ class Tries:
                 break
             self.kills += 1
             self.left[left(self.folder)] += 1
-            self.check_what_is_there(name)
-        found = files(self.folder)
-        different = sorted(path for path in {*found, *self.expected} if found.get(path) != self.expected.get(path))
+            self.check_model(name)
+        actual = files(self.folder)
+        different = sorted(path for path in {*actual, *self.expected} if actual.get(path) != self.expected.get(path))
         self.identical += not different
         if not isinstance(ended, int) and (different or not ended.endswith(DONE)):
             self.wrong.append(f"{self.kind}, {name}: {ended}")
         self.wrong += [f"{self.kind}, {name}: {path} differs" for path in different]
 
-    def check_what_is_there(self, name):
-        """A model that loads is the one from before or the new one, never a part or a mixture of them."""
+    def check_model(self, name):
+        """A model that loads is the previous or the new one, never a part or a mixture."""
         try:
-            found = weights(self.model())
+            state = weights(self.model())
         except (MoonshotError, OSError, ValueError):
             self.wrong.append(f"{self.kind}, {name}: config.json is there, and the model cannot be loaded")
             return
-        if found is not None and not any(_same(found, known) for known in (self.before, self.after) if known):
+        if state is not None and not any(_same(state, saved) for saved in (self.before, self.after) if saved):
             self.wrong.append(f"{self.kind}, {name}: another model is there")
 
     def at_random(self, count, seed):
-        """Tries until so many kills have hit."""
+        """Run trials until `count` kills have hit."""
         rng = random.Random(f"{self.kind} {seed}")
         while self.kills < count:
             self.once(f"try {self.tries}", *({"moment": rng.uniform(0, self.seconds)} for _ in range(IN_A_ROW)))
 
     def at_operations(self, operations, seed):
-        """Kills before these operations; the repeat is killed before any one, the next is left alone."""
+        """Kill before these operations, and the rerun before a random one; the next rerun completes."""
         rng = random.Random(f"{self.kind} {seed}")
         for operation in operations:
             again = rng.randint(1, self.operations)
@@ -308,10 +305,9 @@ class Tries:
 
 
 def meet(stage, alone, first, second, count, seed):
-    """Two commands that write to one folder, the second at a random moment of the first.
+    """Run two commands that write to one folder, the second from a random moment of the first.
 
-    One of them may be refused; what is there at the end must be all of one of those that were not. `alone` has what
-    each of them gives undisturbed.
+    One of them may be refused; the folder must equal the undisturbed result (in `alone`) of one that was not.
     """
     folder, rng = stage.root / "meeting", random.Random(f"{first} {second} {seed}")
     results, wrong = collections.Counter(), []
@@ -324,19 +320,19 @@ def meet(stage, alone, first, second, count, seed):
         done = [kind for kind, how in zip((first, second), ended, strict=True) if isinstance(how, int)]
         refused = [how for how in ended if not isinstance(how, int)]
         results[" and ".join(REFUSED.search(how)[0] if REFUSED.search(how) else "?" for how in refused) or "both"] += 1
-        found = files(folder)
-        if not done or not any(found == alone[kind].expected for kind in done):
-            wrong.append(f"{first} and {second}, {number}: what is there is of neither ({ended})")
+        actual = files(folder)
+        if not done or not any(actual == alone[kind].expected for kind in done):
+            wrong.append(f"{first} and {second}, {number}: the result is of neither ({ended})")
         wrong += [f"{first} and {second}, {number}: {how}" for how in refused if not REFUSED.search(how)]
     return {"meetings": count, "refused": dict(results), "wrong": wrong}
 
 
-def _same(found, known):
-    return found.keys() == known.keys() and all(torch.equal(tensor, known[name]) for name, tensor in found.items())
+def _same(state, other):
+    return state.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in state.items())
 
 
 def run_all(kinds, kills, operations, meetings, seed):
-    """Results by command and by how it was killed, and by commands that met."""
+    """Results by command and type of kill, and by pair of concurrent commands."""
     results = {}
     with tempfile.TemporaryDirectory() as root:
         stage = Stage(Path(root))
@@ -362,10 +358,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100, help="at random moments, of each command")
     parser.add_argument("--operations", type=int, help="file operations to die at, of each command; default: all")
-    parser.add_argument("--meetings", type=int, default=20, help="of each two commands that write to one folder")
+    parser.add_argument("--meetings", type=int, default=20, help="of each pair of commands that write to one folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", nargs="*", choices=KINDS, default=KINDS)
-    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--json", type=Path, help="file of the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)

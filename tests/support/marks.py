@@ -1,4 +1,4 @@
-"""Which values of a test's parameters are among the slow ones."""
+"""Parameters of tests, marked as slow or not."""
 
 import pytest
 
@@ -9,5 +9,5 @@ def slow(*values):
 
 
 def slow_but(fast, values):
-    """All values of one parameter, those that are not in `fast` as slow ones."""
+    """All values of one parameter; those not in `fast` are marked slow."""
     return [value if value in fast else slow(value) for value in values]

@@ -123,7 +123,7 @@ def spread(model: nn.Module) -> nn.Module:
         if parameter.ndim >= 2:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # as after training: training mode would show
+        if isinstance(module, nn.BatchNorm2d):  # as after training, so that training mode is noticed
             nn.init.normal_(module.running_mean, std=0.1)
             nn.init.uniform_(module.running_var, 0.5, 1.5)
     return model.eval()

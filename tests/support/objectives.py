@@ -1,4 +1,4 @@
-"""Objectives and Fisher terms from plain tensors, as tests have them."""
+"""Objectives and Fisher terms from plain tensors."""
 
 import torch
 
@@ -19,7 +19,7 @@ def diagonal(weight, gram, gradients, lam):
 
 
 def matrices(gradients, size=None):
-    """Gradients [N, d_out, d_in] as the matrices of the rows, or of their column blocks of so many inputs."""
+    """Gradients [N, d_out, d_in] as row matrices, or as matrices of column blocks of `size` inputs."""
     rows = gradients if size is None else gradients.unflatten(2, (-1, size)).flatten(1, 2)
     return FisherMatrices(torch.einsum("nki,nkj->kij", rows, rows), len(gradients))
 

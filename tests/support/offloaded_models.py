@@ -25,6 +25,6 @@ def tensors(folder):
 
 
 def assert_equal(folder, expected):
-    found, expected = tensors(folder), tensors(expected)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    actual, expected = tensors(folder), tensors(expected)
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []

@@ -1,10 +1,10 @@
-"""A second device without one: tensors that say they are on "twin:0", compute on the host, and refuse to be mixed.
+"""A simulated second device: its tensors report "twin:0", compute on the host, and cannot be mixed with host tensors.
 
-A tensor of this device wraps one of the host. Every operation is computed there; where tensors of both devices meet, it
-raises as CUDA does. Numbers of no dimension from the host may take part, indices may come from it, and copies go both
-ways: what torch allows.
+A tensor of this device wraps a host tensor, and every operation runs on the host. Operations with tensors of both
+devices raise, as with CUDA, except for those that torch allows: zero-dimensional host tensors, host indices, and copies
+in both directions.
 
-torch knows one such device for the rest of a process: use it in one of its own.
+torch registers such a device for the rest of the process: use it in a separate one.
 """
 
 import sys
@@ -81,17 +81,17 @@ def _run(func, args, kwargs):
     if moves and "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     here_args = [_mapped(_unwrap, value) for value in args]
-    found = func(*here_args, **{name: _mapped(_unwrap, value) for name, value in kwargs.items()})
-    if func is torch.ops.aten._to_copy.default and len(here) < len(tensors) and not elsewhere and found is args[0]:
-        found = found.clone()
+    result = func(*here_args, **{name: _mapped(_unwrap, value) for name, value in kwargs.items()})
+    if func is torch.ops.aten._to_copy.default and len(here) < len(tensors) and not elsewhere and result is args[0]:
+        result = result.clone()
     if not elsewhere:
-        return found
-    wrapped = _mapped(_wrap, found)
+        return result
+    wrapped = _mapped(_wrap, result)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if tensors and not moves else wrapped
 
 
 def _values(args, kwargs):
-    """All that an operation is given: its arguments are values or lists of them."""
+    """The arguments of an operation, with lists flattened."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple):
             yield from value
@@ -100,7 +100,7 @@ def _values(args, kwargs):
 
 
 def _mapped(function, value):
-    """Of an argument or a result, a value or a list of them."""
+    """Apply a function to a value, or to every item of a list."""
     return type(value)(map(function, value)) if isinstance(value, list | tuple) else function(value)
 
 
@@ -125,7 +125,7 @@ def _copy_from(source, target, *_):
     return target
 
 
-# `torch.tensor(…, device=…)` asks below every mode.
+# `torch.tensor(…, device=…)` dispatches below every mode.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
 _LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
@@ -133,23 +133,19 @@ _LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 class _Factories(TorchDispatchMode):
-    """Tensors that are asked for on the other device."""
+    """Creates tensors on the other device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        asked = _is_elsewhere(kwargs.get("device"))
-        if asked or any(isinstance(value, Elsewhere) for value in _values(args, kwargs)):
+        on_device = _is_elsewhere(kwargs.get("device"))
+        if on_device or any(isinstance(value, Elsewhere) for value in _values(args, kwargs)):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 @contextmanager
 def other_device(free=2**30):
-    """Meanwhile there is such a device, with so much memory.
-
-    Args:
-        free: bytes.
-    """
+    """Context in which the device exists, with `free` bytes of memory."""
     patches = {
         "free_bytes": lambda device: free,
         "peak_bytes": lambda device: 0,
@@ -157,24 +153,24 @@ def other_device(free=2**30):
     }
     with ExitStack() as stack:
         for name, function in patches.items():
-            own = getattr(devices, name)
+            original = getattr(devices, name)
             for module in [each for key, each in sys.modules.items() if key.startswith("optimum_moonshot")]:
-                if vars(module).get(name) is own:
+                if vars(module).get(name) is original:
                     stack.enter_context(mock.patch.object(module, name, function))
-        stack.enter_context(mock.patch.object(layer_kinds, "Tensor", Elsewhere))  # a plain one, there
+        stack.enter_context(mock.patch.object(layer_kinds, "Tensor", Elsewhere))  # plain tensors of this device
         stack.enter_context(_Factories())
         yield DEVICE
 
 
 def moved(model):
-    """The model with its parameters and buffers on the other device, in place."""
+    """Move the parameters and buffers of a model to the other device, in place."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                known = vars(model).setdefault("_moved", {})
-                if id(parameter) not in known:
-                    known[id(parameter)] = torch.nn.Parameter(Elsewhere(parameter.data), parameter.requires_grad)
-                module._parameters[key] = known[id(parameter)]
+                replaced = vars(model).setdefault("_moved", {})
+                if id(parameter) not in replaced:
+                    replaced[id(parameter)] = torch.nn.Parameter(Elsewhere(parameter.data), parameter.requires_grad)
+                module._parameters[key] = replaced[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = Elsewhere(buffer)

@@ -1,4 +1,4 @@
-"""Every kind of run on a second device, in a process of its own, with a line for each: see test_other_device.py."""
+"""A program of every kind of run on a second device, one line of output for each: see test_other_device.py."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, prune_weight
 
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
 FREE = {"pattern": "unstructured", "sparsity": 0.5}
-# The caches go to the host, and the statistics come in several rounds.
+# Caches move to the host, and statistics are gathered in several rounds.
 TIGHT = {"max_memory": 20_000}
 RUNS = {
     "sparsegpt": ("llama", {"lam": 0.9}),
@@ -50,7 +50,7 @@ def weights(model):
 
 
 def difference(model, other):
-    """The largest of any weight, relative to the largest weight of its matrix, and how many zeros differ."""
+    """The largest difference relative to the largest weight of its matrix, and the number of differing zeros."""
     worst, zeros = 0.0, 0
     for a, b in zip(weights(model), weights(other), strict=True):
         worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)))
@@ -71,9 +71,9 @@ def prune(model, name, changes, **options):
 def case_of(name, changes):
     expected = prune(make(name), name, {**changes, "max_memory": None})
     with other_device():
-        found = prune(moved(make(name)), name, changes)
-        assert all(parameter.device == DEVICE for parameter in found.parameters())
-    return difference(found, expected)
+        pruned = prune(moved(make(name)), name, changes)
+        assert all(parameter.device == DEVICE for parameter in pruned.parameters())
+    return difference(pruned, expected)
 
 
 def sweep():
@@ -97,13 +97,13 @@ def one_matrix():
     config = MoonshotConfig(pattern="2:4", lam=0.5)
     expected = prune_weight(weight, inputs.T @ inputs, gradients, config=config)
     with other_device():
-        found = prune_weight(*(t.to(DEVICE) for t in (weight, inputs.T @ inputs, gradients)), config=config)
-        assert found.weight.device == DEVICE
-    return float((found.weight.inner - expected.weight).abs().max()), int((found.keep.inner != expected.keep).sum())
+        pruned = prune_weight(*(t.to(DEVICE) for t in (weight, inputs.T @ inputs, gradients)), config=config)
+        assert pruned.weight.device == DEVICE
+    return float((pruned.weight.inner - expected.weight).abs().max()), int((pruned.keep.inner != expected.keep).sum())
 
 
 def mixed():
-    """What the stand-in is for."""
+    """An operation with tensors of both devices must raise."""
     with other_device():
         try:
             torch.randn(3, 4, device=DEVICE) @ torch.ones(4, 3)
@@ -116,7 +116,7 @@ def mixed():
 def main():
     torch.set_num_threads(1)
     cases = {"mixed": mixed, "one matrix": one_matrix, "sweep": sweep}
-    cases |= {key: lambda own=own: case_of(*own) for key, own in RUNS.items()}
+    cases |= {key: lambda run=run: case_of(*run) for key, run in RUNS.items()}
     for key in sys.argv[1:] or cases:
         try:
             worst, zeros = cases[key]()

@@ -1,7 +1,7 @@
-"""Runs the code blocks of a Markdown page, in a folder where the names that pages use lead to small local things.
+"""Runs the code blocks of a Markdown page, in a folder where the names on the pages resolve to small local files.
 
-A page of Python and shell blocks runs from top to bottom, its Python blocks in one namespace. A block is run if its
-fence says `python` or `bash`; `text` is what a program printed. One that cannot run has the reason in a line before it:
+A page of Python and shell blocks runs from top to bottom, its Python blocks in one namespace. Blocks marked
+`python` or `bash` run; `text` is the output of a program. A block that cannot run is preceded by the reason:
 
     <!-- not run: needs a GPU -->
 """
@@ -38,7 +38,7 @@ PAGES = (
 FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>.+?) -->\n)?```(?P<kind>\S*)\n(?P<source>.*?)^```$", re.M | re.S)
 KINDS = ("python", "bash", "text")
 
-# What a page says → what is run in its place: less work, and tasks that need no download.
+# Text of a page → its replacement in tests: less work, and tasks that need no download.
 SMALLER = {
     "num_samples=512": "num_samples=20",
     "num_samples=64": "num_samples=6",
@@ -52,45 +52,45 @@ SMALLER = {
 
 
 class Broken(Exception):
-    """A block that does not do what its page says."""
+    """A block fails, contrary to its page."""
 
 
 @dataclass(frozen=True)
 class Block:
     page: str
-    line: int  # of its first line of code, from 1
+    line: int  # first line of code, from 1
     kind: str
     source: str
-    reason: str | None  # why it is not run
+    reason: str | None  # not to run it
 
     @property
     def smaller(self) -> str:
         text = self.source
-        for said, run in SMALLER.items():
-            text = text.replace(said, run)
+        for full, reduced in SMALLER.items():
+            text = text.replace(full, reduced)
         return text
 
 
 def blocks(page: str, text: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
     return [
-        Block(page, text.count("\n", 0, found.start("source")) + 1, found["kind"], found["source"], found["reason"])
-        for found in FENCE.finditer(text)
+        Block(page, text.count("\n", 0, match.start("source")) + 1, match["kind"], match["source"], match["reason"])
+        for match in FENCE.finditer(text)
     ]
 
 
 def run(blocks: list[Block]) -> None:
-    """All blocks of a page, in the current folder.
+    """Run all blocks of a page in the current folder.
 
     Raises:
-        Broken: a command that is not one, or ends with an error. Exceptions of Python blocks come as they are.
+        Broken: a command is unknown, or fails. Exceptions of Python blocks propagate.
     """
     namespace = {"__name__": "page"}
     for block in blocks:
         if block.reason is not None:
             continue
         if block.kind == "python":
-            code = "\n" * (block.line - 1) + block.smaller  # a traceback shows the line of the page
+            code = "\n" * (block.line - 1) + block.smaller  # so that tracebacks show the line of the page
             exec(compile(code, str(ROOT / block.page), "exec"), namespace)
         elif block.kind == "bash":
             for words in commands(block.smaller):
@@ -98,7 +98,7 @@ def run(blocks: list[Block]) -> None:
 
 
 def commands(source: str) -> Iterator[list[str]]:
-    """The commands of a shell block, as words."""
+    """The commands of a shell block, split into words."""
     for line in source.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words:
@@ -106,7 +106,7 @@ def commands(source: str) -> Iterator[list[str]]:
 
 
 def run_command(words: list[str]) -> None:
-    """Run this package's commands, and check that what others need is there."""
+    """Run a command of this package; check the files and options of any other."""
     words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
     for start, runner in RUNNERS.items():
         size = len(start.split())
@@ -123,7 +123,7 @@ def _moonshot(words: list[str]) -> None:
 
 
 def _torchrun(words: list[str]) -> None:
-    """This package's command, in one process; its own tests start several."""
+    """Run this package's command in one process; other tests start several."""
     module = words.index("-m") + 1 if "-m" in words else len(words)
     if words[module : module + 1] != ["optimum_moonshot"]:
         raise Broken(f"torchrun {shlex.join(words)}: not this package")
@@ -131,7 +131,7 @@ def _torchrun(words: list[str]) -> None:
 
 
 def _script(words: list[str]) -> None:
-    """The script is there and takes these options; its own tests run it."""
+    """Check that the script exists and accepts these options; other tests run it."""
     if not (ROOT / words[0]).is_file():
         raise Broken(f"python {words[0]}: no such script")
     parse = runpy.run_path(str(ROOT / words[0])).get("parse")
@@ -158,7 +158,7 @@ def _make(words: list[str]) -> None:
 
 
 def _pip(words: list[str]) -> None:
-    """Of this package alone, with extras that it has."""
+    """Check that only this package is installed, with extras that exist."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     constraints = [after for option, after in zip(words, words[1:], strict=False) if option == "-c"]
@@ -191,7 +191,7 @@ RUNNERS: dict[str, Callable[[list[str]], None]] = {
 
 
 def lay_out(folder: Path) -> None:
-    """What pages name lies here under these names, so that nothing else needs to know where it is."""
+    """Create the models, data and files that pages name."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64))
@@ -220,7 +220,7 @@ def lay_out(folder: Path) -> None:
 
 
 def lay_out_captions(folder: Path) -> None:
-    """A vision–language model with its processor, and images with text."""
+    """Create a vision–language model with its processor, and images with text."""
     tokenizer = hf.AutoTokenizer.from_pretrained(DEMO)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
@@ -247,7 +247,7 @@ def lay_out_captions(folder: Path) -> None:
 
 
 def load_dataset(path: str, *args, split: str | None = None, **options):
-    """`datasets.load_dataset`, with text of this repository in the place of the data sets on the Hub."""
+    """Replacement of `datasets.load_dataset`, with text of this repository for the data sets on the Hub."""
     column = {"allenai/c4": "text", "Salesforce/wikitext": "text", "ptb-text-only/ptb_text_only": "sentence"}.get(path)
     if column is None:
         return datasets.load_dataset(path, *args, split=split, **options)

@@ -19,33 +19,33 @@ def environment():
 
 
 def found_by(program, folder):
-    """(size, rank) → what a process of a program's runs found; (name, rank) → what else it did; and what it printed."""
+    """Run a program; returns (size, rank) or (name, rank) → the result of each process, and its stderr."""
     command = [sys.executable, str(SUPPORT / program), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    found = {}
+    results = {}
     for path in folder.glob("*.pt"):
-        what, size, rank = path.stem.split("-")
-        found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
-    return found, ended.stderr
+        name, size, rank = path.stem.split("-")
+        results[int(size) if name == "done" else name, int(rank)] = torch.load(path, weights_only=False)
+    return results, ended.stderr
 
 
-def assert_same(found, expected):
-    assert found["weights"].keys() == expected["weights"].keys()
-    assert all(torch.equal(found["weights"][name], tensor) for name, tensor in expected["weights"].items())
-    assert found["said"] == expected["said"]
+def assert_same(actual, expected):
+    assert actual["weights"].keys() == expected["weights"].keys()
+    assert all(torch.equal(actual["weights"][name], tensor) for name, tensor in expected["weights"].items())
+    assert actual["said"] == expected["said"]
 
 
-def assert_alike(found, expected):
-    """The same masks, and weights to rounding."""
-    assert found["weights"].keys() == expected["weights"].keys()
+def assert_alike(actual, expected):
+    """Equal masks, and weights equal up to rounding."""
+    assert actual["weights"].keys() == expected["weights"].keys()
     for key, tensor in expected["weights"].items():
-        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
+        assert torch.equal(actual["weights"][key] == 0, tensor == 0), key
+        torch.testing.assert_close(actual["weights"][key], tensor, rtol=1e-3, atol=2e-5)
 
 
 def close(value, other):
-    """Numbers are, in lists and dictionaries; all else is equal."""
+    """Compare nested values: numbers approximately, all others exactly."""
     if isinstance(value, dict):
         return value.keys() == other.keys() and all(close(value[key], other[key]) for key in value)
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""What `test_ranks.py` starts: the same prunings by 1, 2 and 4 processes, and failures in the middle of one.
+"""The program of `test_ranks.py`: the same prunings by 1, 2 and 4 processes, and failures in the middle of one.
 
-One process imports everything and forks the others; each writes what it has found to a file of its own.
+One process imports everything and forks the others; each writes its results to a separate file.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from optimum_moonshot.runs import layer as solving
 SIZES = (1, 2, 4)
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-FOLDER = Path()  # for files, of the program alone
+FOLDER = Path()  # set by the program
 
 
 def model(name="llama"):
-    """Of each of which one is made."""
+    """A copy of the model, which is created once."""
     if name not in MODELS:
         MODELS[name] = two_experts() if name == "two experts" else make(name)
     return copy.deepcopy(MODELS[name])
@@ -54,40 +54,40 @@ def two_experts():
 
 
 def prune(name="llama", data=None, **settings):
-    """A pruner that has pruned, and all that a run leaves."""
+    """Prune a model; returns its weights and the fields of its report."""
     settings = {"sparsity": 0.5, "lam": 0.5, "num_samples": 7, "batch_size": 2, **settings}
     if ":" in settings.get("pattern", "unstructured"):
         del settings["sparsity"]
     data = token_batches(settings["num_samples"]) if data is None else data or None
     pruner = MoonshotPruner(model(name), MoonshotConfig(**settings))
     report = pruner.prune(data, progress=False)
-    return found(pruner.model, report)
+    return result_of(pruner.model, report)
 
 
 def from_disk(name="llama", **settings):
-    """As `prune`, of a model whose layers stay in its files."""
+    """Like `prune`, for a model offloaded to its files."""
     config = MoonshotConfig(**{"pattern": "2:4", "lam": 0.5, "num_samples": 7, "batch_size": 2, **settings})
     pruner = MoonshotPruner.from_pretrained(stored(name), config, offload="disk")
     report = pruner.prune(token_batches(config.num_samples, size=1 if name == "mixtral" else 2), progress=False)
     with all_onloaded(visited(pruner.model)):
-        return found(pruner.model, report)
+        return result_of(pruner.model, report)
 
 
 def stored(name):
-    """A folder with a model."""
+    """The folder of a saved model."""
     return FOLDER / "stored" / name
 
 
-def found(pruned, report):
+def result_of(pruned, report):
     layers = {
         layer.name: [getattr(layer, name) for name in ("sparsity", "damping", "lam", *LOSSES, "notes")]
         for layer in report.layers
     }
     rotation = None if report.rotation is None else report.rotation.objective_after
     recovery = [(block.loss_before, block.loss_after) for block in report.recovery]
-    said = {"layers": layers, "notes": report.notes, "skipped": report.skipped, "recovery": recovery}
-    said |= {"calibration": report.calibration, "rotation": rotation}
-    return {"weights": {name: tensor.clone() for name, tensor in pruned.state_dict().items()}, "said": said}
+    report_fields = {"layers": layers, "notes": report.notes, "skipped": report.skipped, "recovery": recovery}
+    report_fields |= {"calibration": report.calibration, "rotation": rotation}
+    return {"weights": {name: tensor.clone() for name, tensor in pruned.state_dict().items()}, "said": report_fields}
 
 
 def sweep(**settings):
@@ -95,10 +95,10 @@ def sweep(**settings):
     pruner = MoonshotPruner(model(), config)
     swept = {"lambdas": [0.5, 1.0], "patterns": ["unstructured", "2:4"], "progress": False}
     report = pruner.sweep(token_batches(), **swept, **settings)
-    told = [[entry.metric, entry.loss] for entry in report.entries] + [[report.dense, 0.0]]
+    entries = [[entry.metric, entry.loss] for entry in report.entries] + [[report.dense, 0.0]]
     done = pruner.choose(report.best(pattern="2:4"))
-    result = found(pruner.model, done)
-    result["said"]["entries"] = told
+    result = result_of(pruner.model, done)
+    result["said"]["entries"] = entries
     return result
 
 
@@ -116,7 +116,7 @@ def of_weights(model):
 
 def path():
     pruner = MoonshotPruner(model(), MoonshotConfig(solver="cap", sparsity=0.5, lam=0.5, num_samples=6))
-    return found(pruner.model, pruner.prune_path(token_batches(), [0.5, 0.75], progress=False).apply(0.75))
+    return result_of(pruner.model, pruner.prune_path(token_batches(), [0.5, 0.75], progress=False).apply(0.75))
 
 
 CASES = {
@@ -170,7 +170,7 @@ CASES = {
 }
 
 
-# Those of four processes, which take longer on few cores.
+# The cases of four processes, which are slow on few cores.
 FEW = (
     "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes",
     "magnitude, without data", "one layer", "experts, some starved", "more processes than experts",
@@ -179,11 +179,11 @@ FEW = (
 
 
 class Deadly(Exception):
-    """What a test raises."""
+    """The simulated failure."""
 
 
 def stopping(at):
-    """`solve`, which fails at a layer in the last process."""
+    """The function `solve`, and one that fails at a layer in the last process."""
     solve = solving.solve
 
     def failing(solver, layer, *rest):
@@ -204,21 +204,21 @@ def fails(at):
 
 
 def full(place, at, where=1):
-    """Meanwhile some calls of a function find the device of one process full; `at` None is all calls."""
+    """Make calls number `at` (None: all) of a function run out of memory in one process."""
     holder, name = place
-    own, numbers = getattr(holder, name), itertools.count()
+    original, numbers = getattr(holder, name), itertools.count()
 
     def crowded(*args, **kwargs):
         number = next(numbers)
         if rank() == where and (at is None or number in at):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return mock.patch.object(holder, name, crowded)
 
 
 def crowded():
-    """What a run gives of which one process is out of memory: in a pass, in the solver, …; or always."""
+    """Results of runs in which one process runs out of memory: in a pass, in the solver, …; or always."""
     done = {}
     for name, place, at in (
         ("pass", (Gram, "add"), {3, 11}),
@@ -232,7 +232,7 @@ def crowded():
     with full((tuning.Task, "error"), {3}, where=0):
         done["recovery"] = CASES["recovery"]()
     with full((Gram, "add"), None):
-        done["always"] = told(prune)
+        done["always"] = error_of(prune)
     return done
 
 
@@ -240,30 +240,30 @@ def resumable(folder, **settings):
     config = MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=6, batch_size=2, **settings)
     pruner = MoonshotPruner(model(), config)
     report = pruner.prune(token_batches(), progress=False, resume_dir=folder)
-    return found(pruner.model, report)
+    return result_of(pruner.model, report)
 
 
 def failure(folder):
-    """A process raises; what each says."""
+    """One process raises; returns the error of each."""
     with fails("layers.0."):
-        return told(lambda: resumable(folder))
+        return error_of(lambda: resumable(folder))
 
 
 def killed(folder):
-    """A process dies; what the others say."""
+    """One process dies; returns the error of the others."""
     if dist.get_rank() == 1:
         solving.solve = lambda *_: os._exit(9)
-    return told(lambda: resumable(folder))
+    return error_of(lambda: resumable(folder))
 
 
 def differing():
-    """Each process has another configuration."""
+    """Every process has a different configuration."""
     config = MoonshotConfig(sparsity=0.5 + 0.1 * dist.get_rank())
-    return told(lambda: MoonshotPruner(model(), config).prune(token_batches()))
+    return error_of(lambda: MoonshotPruner(model(), config).prune(token_batches()))
 
 
-def told(work):
-    """The error that some work ends with."""
+def error_of(work):
+    """The type and message of the error that `work` raises."""
     try:
         work()
     except Exception as error:
@@ -271,7 +271,7 @@ def told(work):
 
 
 def work(folder, size):
-    """What a process of so many does."""
+    """The cases of one process out of `size`."""
     done = {name: CASES[name]() for name in (FEW if size == 4 else CASES)}
     done["again"] = CASES["sparsegpt"]()
     if size == 1:
@@ -292,10 +292,10 @@ def dying(folder, size):
 
 
 def breaking(folder, size):
-    """A process dies when all have met, before it takes part in a transfer."""
+    """One process dies after initialisation, before it joins a collective."""
     if dist.get_rank() == 1:
         dist.all_reduce = lambda *_, **__: os._exit(9)
-    return {"broken": told(lambda: resumable(None))}
+    return {"broken": error_of(lambda: resumable(None))}
 
 
 DATA = ["--num-samples", "3", "--sequence-length", "32", "--batch-size", "2", "--device", "cpu"]
@@ -307,7 +307,7 @@ COMMANDS = {
 
 
 def command(name, folder, size):
-    """What a command says in a process that a launcher has started, and its exit status."""
+    """Output and exit status of a command in a process started by a launcher."""
     places = {"MODEL": str(folder / "model"), "TEXT": str(DEMO / "calibration.txt")}
     argv = [places.get(part, part) for part in COMMANDS[name]]
     out, err, status = io.StringIO(), io.StringIO(), 0
@@ -320,7 +320,7 @@ def command(name, folder, size):
 
 
 def save_model(folder):
-    """A tiny model with a tokenizer."""
+    """Save a tiny model with a tokenizer."""
     config = hf.LlamaConfig(**{**GROUPED, "vocab_size": 2048})
     hf.LlamaForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -336,7 +336,7 @@ def launched(rank, size, port):
 
 
 def start(work, folder, size, name, by_launcher=False):
-    """Fork so many processes, and wait for them; their exit codes."""
+    """Fork `size` processes, and wait for them; returns their exit codes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

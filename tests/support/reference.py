@@ -1,7 +1,7 @@
-"""The slow truth: literal, loop-by-loop versions of what the package does fast. Nothing here imports the package.
+"""Reference implementations: literal loops for everything the package does fast. They do not import the package.
 
 Written from the formulas of MOONSHOT (arXiv 2604.13287), SparseGPT (arXiv 2301.00774) and ALPS (arXiv 2406.07831) in
-the order in which they stand there; the benchmarks run the same code in float32, all rows batched, as the textbook side
+their order; the benchmarks run the same code in float32, all rows batched, as the textbook side
 of every ratio.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 def patches(images, kernel, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, mode="zeros") -> Tensor:
     """Every patch that a convolution multiplies, [B, groups, T, C/groups·kh·kw], pixel by pixel."""
-    if isinstance(padding, str):  # "same" puts the odd one behind
+    if isinstance(padding, str):  # "same" pads the odd element at the end
         totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
         borders = [(total // 2, total - total // 2) for total in totals]
     else:
@@ -33,12 +33,12 @@ def patches(images, kernel, stride=(1, 1), padding=(0, 0), dilation=(1, 1), grou
         mirrored = -i if i < 0 else 2 * (n - 1) - i
         return {"replicate": min(max(i, 0), n - 1), "circular": i % n, "reflect": mirrored}[mode]
 
-    found = images.new_zeros(len(images), groups, *counts, wide, *kernel)
+    columns = images.new_zeros(len(images), groups, *counts, wide, *kernel)
     for y, x, i, j in product(*map(range, (*counts, *kernel))):
         row, column = place(0, y, i), place(1, x, j)
         if row is not None and column is not None:
-            found[:, :, y, x, :, i, j] = images[:, :, row, column].view(len(images), groups, wide)
-    return found.flatten(4).flatten(2, 3)
+            columns[:, :, y, x, :, i, j] = images[:, :, row, column].view(len(images), groups, wide)
+    return columns.flatten(4).flatten(2, 3)
 
 
 def of_rows(gram: Tensor, d_out: int) -> Tensor:
@@ -53,11 +53,11 @@ def without_dead_inputs(weight: Tensor, gram: Tensor) -> Tensor:
 
 def row_fishers(gradients: Tensor) -> Tensor:
     """Σ_n a_n a_nᵀ of every row of gradients [N, d_out, d_in], sample by sample: [d_out, d_in, d_in]."""
-    found = gradients.new_zeros(gradients.shape[1], gradients.shape[2], gradients.shape[2])
+    fishers = gradients.new_zeros(gradients.shape[1], gradients.shape[2], gradients.shape[2])
     for sample in gradients:
-        for row, matrix in zip(sample, found, strict=True):
+        for row, matrix in zip(sample, fishers, strict=True):
             matrix += torch.outer(row, row)
-    return found
+    return fishers
 
 
 def losses_at_zero(weight: Tensor, gram: Tensor, gradients: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -79,8 +79,8 @@ def hessians(weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float)
     """F_k for every row, [d_out, d_in, d_in], undamped."""
     r0, f0 = losses_at_zero(weight, gram, gradients)
     rows = []
-    for k, own in enumerate(of_rows(gram, len(weight))):
-        row = lam / r0 * own
+    for k, row_gram in enumerate(of_rows(gram, len(weight))):
+        row = lam / r0 * row_gram
         if lam < 1:
             row = row + (1 - lam) / (len(gradients) * f0) * gradients[:, k].T @ gradients[:, k]
         rows.append(row)
@@ -88,7 +88,7 @@ def hessians(weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float)
 
 
 def remove(scores: Tensor, count: int) -> Tensor:
-    """keep: False for the `count` smallest scores, the first index first among equals."""
+    """keep: False for the `count` smallest scores; ties are broken by the lower index."""
     keep = torch.ones(scores.numel(), dtype=torch.bool)
     keep[torch.argsort(scores.flatten(), stable=True)[:count]] = False
     return keep.view(scores.shape)
@@ -214,7 +214,7 @@ def greedy(weight, inverse, nm=None, steps=None) -> tuple[Tensor, Tensor, list[T
 
 
 def ranked(weight, gram, gradients, lam, size, cumulative, sparsity=None, nm=None, damping=0.01):
-    """OBC and CAP: run every row (block) to the end, compare the losses of the whole layer, stop each row in time."""
+    """OBC and CAP: run every row (block) to the end, compare the losses of the whole layer, truncate each row."""
     weight = weight.masked_fill(gram.diagonal() == 0, 0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(blocks(weight, gram, gradients, lam, size, damping)))
     order, losses, trace = greedy(weight.reshape(-1, size), inverse, nm)
@@ -241,7 +241,7 @@ def cap(weight, gram, gradients, lam, sparsity=None, nm=None, block_size=192, da
 
 
 def osscar(weight, gram, gradients, lam, sparsity, group_size=1, damping=0.01) -> tuple[Tensor, Tensor]:
-    """Groups of columns go greedily, for all rows at once, on dense inverse Hessians; then the exact minimiser."""
+    """Remove groups of columns greedily, for all rows at once, on dense inverse Hessians; then the exact minimiser."""
     weight = weight.masked_fill(gram.diagonal() == 0, 0)
     dense, inverse = weight, inverse_hessians(weight, gram, gradients, lam, damping).clone()
     matrices = torch.cholesky_inverse(torch.linalg.cholesky(inverse))
@@ -294,11 +294,11 @@ def alps(weight, gram, gradients, lam, sparsity=None, nm=None, damping=0.01) -> 
                 break
             rho *= 1.3 if changed >= 0.1 else 1.2 if changed >= 0.005 else 1.1
             before = keep
-    found = torch.zeros_like(dense)
+    refitted = torch.zeros_like(dense)
     for k, matrix in enumerate(matrices):
         on = keep[k]
-        found[k, on] = torch.linalg.solve(matrix[on][:, on], matrix[on] @ dense[k])
-    return found / scale, keep
+        refitted[k, on] = torch.linalg.solve(matrix[on][:, on], matrix[on] @ dense[k])
+    return refitted / scale, keep
 
 
 def expert_losses(contributions: Tensor, gradients: Tensor, samples: Tensor, gone: Tensor, lam: float) -> Tensor:
@@ -317,12 +317,12 @@ def expert_losses(contributions: Tensor, gradients: Tensor, samples: Tensor, gon
 
 
 def fewest_lost(contributions, gradients, samples, lam, count, groups=1) -> Tensor:
-    """Which experts go, bool [E]: of every group so many, by trying all choices one after another."""
+    """The best experts to remove, bool [E]: `count` of every group, by exhaustive search."""
     experts = contributions.shape[1]
     size = experts // groups
     best, least = None, torch.inf
-    for some in product([False, True], repeat=experts):
-        gone = torch.tensor(some)
+    for removed in product([False, True], repeat=experts):
+        gone = torch.tensor(removed)
         if (gone.view(groups, size).sum(1) == count).all():
             loss = float(expert_losses(contributions, gradients, samples, gone, lam))
             if loss < least:
@@ -331,9 +331,9 @@ def fewest_lost(contributions, gradients, samples, lam, count, groups=1) -> Tens
 
 
 def reap(contributions: Tensor, chosen: Tensor) -> Tensor:
-    """REAP's score of every expert [E]: the mean of ‖c_e(t)‖ over its tokens, which `chosen` [T, E] says."""
+    """REAP's score of every expert [E]: the mean of ‖c_e(t)‖ over its tokens; `chosen` is bool [T, E]."""
     scores = torch.zeros(contributions.shape[1], dtype=contributions.dtype)
     for e in range(len(scores)):
-        norms = [c[e].norm() for c, mine in zip(contributions, chosen, strict=True) if mine[e]]
+        norms = [c[e].norm() for c, routed in zip(contributions, chosen, strict=True) if routed[e]]
         scores[e] = sum(norms) / len(norms) if norms else 0
     return scores

@@ -1,4 +1,4 @@
-"""The slow truth of OWL, AlphaPruning and experts' shares: loops, lists, brute force. Nothing here imports the package.
+"""Reference implementations of OWL, AlphaPruning and expert sparsities by loops and brute force, without the package.
 
 Written from arXiv 2310.05175 (OWL) and arXiv 2410.10912 (AlphaPruning) and of their published code.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def owl_score(weights: list[Tensor], norms: list[Tensor], threshold: float) -> float:
-    """Percentage of |W|·‖x‖₂ above `threshold` times their mean, all matrices of a block together."""
+    """Percentage of |W|·‖x‖₂ above `threshold` times their mean over all matrices of a block."""
     values = torch.cat([(w.double().abs() * n.double()).flatten() for w, n in zip(weights, norms, strict=True)])
     return 100 * float((values > threshold * values.mean()).double().mean())
 
@@ -27,7 +27,7 @@ def owl(scores: list[float], sparsity: float, spread: float) -> list[float]:
 
 
 def exponent(weight: Tensor) -> float:
-    """The power law's exponent, every start of the tail tried one after another."""
+    """The exponent of the power law; every start of the tail is tried."""
     values = torch.linalg.svdvals(weight.double()).square().sort().values.tolist()
     logs = [math.log10(value) for value in values]
     low, high = logs[0], logs[-1]
@@ -60,28 +60,28 @@ def expert_losses(
     gradients: Tensor,
     shares: list[float],
 ) -> list[float]:
-    """1/N Σ_n Σ_k (a_nk · (w_k - ŵ_k))² of one expert at each share, every row and sample alone.
+    """1/N Σ_n Σ_k (a_nk · (w_k - ŵ_k))² of one expert at each sparsity, row by row and sample by sample.
 
     Args:
-        solve: gives the pruned matrix of weight, Gram matrix and share.
+        solve: weight, Gram matrix and sparsity → pruned matrix.
         weight: [d_out, d_in].
-        gram: [d_in, d_in], of the tokens that the expert reads.
+        gram: [d_in, d_in], of the tokens routed to the expert.
         gradients: [N, d_out, d_in].
-        shares: of the weights that go.
+        shares: sparsities.
     """
-    found = []
+    losses = []
     for share in shares:
         change = solve(weight, gram, share) - weight
-        found.append(
+        losses.append(
             sum(float(a.double() @ d.double()) ** 2 for n in gradients for a, d in zip(n, change, strict=True))
         )
-    return [loss / len(gradients) for loss in found]
+    return [loss / len(gradients) for loss in losses]
 
 
 def least_division(
     curves: list[Callable[[float], float]], sizes: list[int], sparsity: float, grid: list[float]
 ) -> float:
-    """The least sum of losses over all ways to give each matrix a share of the grid, with the mean that is asked."""
+    """The smallest sum of losses over all assignments of grid sparsities with this mean sparsity."""
     best, total = math.inf, sparsity * sum(sizes)
     for shares in itertools.product(grid, repeat=len(curves)):
         if abs(sum(map(operator.mul, shares, sizes)) - total) < 1e-6 * total:

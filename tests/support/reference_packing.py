@@ -4,7 +4,7 @@ import torch
 
 
 def pack(matrix, n=None, m=None):
-    """Values (a list per row) and bytes (a list per row); n:m rows are filled up with zeros."""
+    """Values and bytes, a list per row each; n:m rows are padded with zeros."""
     values, meta = [], []
     for row in matrix.tolist():
         keep = [weight != 0 for weight in row]
@@ -20,7 +20,7 @@ def pack(matrix, n=None, m=None):
 
 
 def unpack(values, meta, d_in):
-    """The dense matrix, as a list per row, from what `pack` gives."""
+    """The inverse of `pack`: the dense matrix, a list per row."""
     rows = []
     for stored, row in zip(values, meta, strict=True):
         stored = iter(stored)
@@ -30,7 +30,7 @@ def unpack(values, meta, d_in):
 
 
 def random_matrix(d_out, d_in, pattern, dtype, seed=0):
-    """Exactly n:m, or about half zeros, with an empty group, a group that lost one weight more, and a −0.0."""
+    """Exactly n:m, or about half zeros, with an empty group, a group with an additional zero, and a −0.0."""
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(d_out, d_in, generator=generator).sign() * (1 + torch.rand(d_out, d_in, generator=generator))
     scores = torch.rand(d_out, d_in, generator=generator)

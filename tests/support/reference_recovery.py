@@ -1,4 +1,4 @@
-"""The slow truth of recovery: whole models run for every hidden state, Adam written out."""
+"""Reference implementation of recovery: the whole model runs for every hidden state, with a literal Adam."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ def hidden_states(model, blocks, batch):
 
 
 def relative_errors(outputs, targets, mask):
-    """|output - target|² / |target|² of the tokens that are no padding, one after another."""
+    """|output - target|² / |target|² of the tokens other than padding, one by one."""
     errors = []
     for sample in range(len(outputs)):
         for token in range(outputs.shape[1]):
@@ -53,7 +53,7 @@ def recover(dense, pruned, find_blocks, groups, order, steps, lr):
 
 
 def recover_gradually(dense, pruned, find_blocks, groups, order, steps, lr, stages, batches, between):
-    """Prune and tune block after block; `pruned` says only what the run begins with.
+    """Prune and tune block by block; `pruned` is only the initial state of the run.
 
     Args:
         find_blocks, groups, order, steps, lr: as for `recover`.
@@ -80,7 +80,7 @@ def recover_gradually(dense, pruned, find_blocks, groups, order, steps, lr, stag
 
 
 def gram(model, parameter, batches):
-    """Σ x xᵀ over the tokens that are no padding, by whole runs of the model."""
+    """Σ x xᵀ over the tokens other than padding, from runs of the whole model."""
     (module,) = [module for module in model.modules() if getattr(module, "weight", None) is parameter]
     seen = []
     handle = module.register_forward_hook(lambda _, args, output: seen.append(args[0].detach()))
@@ -96,7 +96,7 @@ def gram(model, parameter, batches):
 
 
 def cosine(step, steps):
-    """From 1 at the first step towards 0."""
+    """The factor of the learning rate, from 1 at the first step towards 0."""
     return (1 + math.cos(math.pi * (step - 1) / steps)) / 2
 
 

@@ -46,6 +46,6 @@ def problem(stream, patterns=(HALF,), heads=None, seed=0):
     size = 16 if heads is None else 2 * heads.count * heads.width
     write = Matrix(layer("write", width, size), patterns, (Coordinates(stream, None),))
     groups.append(Group([write], inner, inverse(gram(size), inner), []))
-    found = Objective([(None, groups)])
-    set_totals(found, None)
-    return found
+    objective = Objective([(None, groups)])
+    set_totals(objective, None)
+    return objective

@@ -10,7 +10,7 @@ SETTINGS = dict(sparsity=0.5, num_samples=6, rotation="learned", rotation_steps=
 
 def pruner(name="llama", **changes):
     model = make(name)
-    for parameter in model.parameters():  # gains that differ
+    for parameter in model.parameters():  # distinct gains
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     return MoonshotPruner(model, MoonshotConfig(**{**SETTINGS, **changes}))
@@ -26,5 +26,5 @@ def weights(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+def same(actual, expected):
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)

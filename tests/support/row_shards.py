@@ -1,6 +1,6 @@
-"""What `test_row_shards.py` starts: prunings in which 1, 2, 3 and 4 processes divide matrices by their rows.
+"""The program of `test_row_shards.py`: prunings in which 1, 2, 3 and 4 processes shard matrices by rows.
 
-All of a kind that can be divided are, however small; `ranks.py` has how it is started.
+Every matrix of a shardable kind is sharded, however small; `ranks.py` explains the processes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import ranks
 import torch
 import transformers as hf
 from models import image_batches, make, token_batches
-from ranks import fails, full, path, prune, rank, resumable, start, stored, sweep, told
+from ranks import error_of, fails, full, path, prune, rank, resumable, start, stored, sweep
 
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.pipeline import partition, spec
@@ -26,14 +26,14 @@ SIZES = (1, 2, 3, 4)
 
 
 def narrow():
-    """Fewer rows than four processes in some matrices."""
+    """A model in which some matrices have fewer than four rows."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=2)
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=96))
 
 
 def failing(work, late):
-    """The rows of the last process have no factors below a damping of 0.1."""
+    """Make factorisations fail in the last process below a damping of 0.1."""
 
     def failing(solver, objective, pattern, damping):
         result = work(solver, objective, pattern, damping) if late or damping >= 0.1 else None
@@ -86,16 +86,16 @@ CASES = {
     ),
     "from disk": lambda: ranks.from_disk(pattern="unstructured", sparsity=0.5, solver="cap"),
 }
-# Those of three and four processes, which take longer on few cores.
+# The cases of three and four processes, which are slow on few cores.
 FEW = (
     "sparsegpt", "sparsegpt, columns that compare, exactly", "cap, compressed", "obc, n:m, λ = 1",
     "damping that rises early, fewer samples than processes", "fewer rows than processes", "too large for one",
 )  # fmt: skip
-SOLVED = set()  # the layers that were divided
+SOLVED = set()  # the layers that were sharded
 
 
 def dividing():
-    """Whatever can be divided is, and `SOLVED` has its name."""
+    """Shard every shardable layer, and record its name in `SOLVED`."""
     solve = ShardedRows.solve
 
     def noted(share, *rest):
@@ -110,31 +110,31 @@ def dividing():
 
 
 def case(name):
-    """What a pruning gives, and which layers were divided."""
+    """The result of a pruning, with the names of the sharded layers."""
     SOLVED.clear()
     result = CASES[name]()
     return {**result, "divided": sorted(SOLVED)}
 
 
 def of_two(folder):
-    """What goes wrong where two processes divide."""
+    """Failures while two processes share a matrix."""
     done = {}
     for name, place, at in (("rank", (Ranked, "rank_removals"), {0, 5}), ("minimise", (Ranked, "minimise"), {1})):
         with full(place, at):
             done[name] = CASES["cap"]()
     with full((LowRankFactors, "end_group"), {1}):
-        done["in the middle"] = told(CASES["sparsegpt"])
+        done["in the middle"] = error_of(CASES["sparsegpt"])
     with mock.patch.object(Ranked, "rank_removals", singular):
-        done["singular"] = told(CASES["cap"])
+        done["singular"] = error_of(CASES["cap"])
     with fails("layers.1."):
-        done["failure"] = told(lambda: resumable(folder / "resumed", solver="cap"))
+        done["failure"] = error_of(lambda: resumable(folder / "resumed", solver="cap"))
     return done
 
 
-def singular(solver, objective, pattern, damping, own=Ranked.rank_removals):
+def singular(solver, objective, pattern, damping, original=Ranked.rank_removals):
     if rank() == 1:
         raise FactorizationError("a matrix of the last rows is not positive definite")
-    return own(solver, objective, pattern, damping)
+    return original(solver, objective, pattern, damping)
 
 
 def work(folder, size):
@@ -151,11 +151,11 @@ def work(folder, size):
 
 
 def dying(folder, size):
-    """A process dies while others wait for its rows."""
+    """One process dies while the others wait for its rows."""
     dividing()
     if rank() == 1:
         Ranked.minimise = lambda *_: os._exit(9)
-    return {"killed": told(CASES["cap"])}
+    return {"killed": error_of(CASES["cap"])}
 
 
 if __name__ == "__main__":

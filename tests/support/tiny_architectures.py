@@ -12,8 +12,8 @@ READ, ROUTER, OWN = (
     "overrides the forward of",
 )
 INPUTS = "do not divide into groups"
-# family: class, lengths of the chains, loose blocks, parts of the reasons why layers stay dense; of two in one entry,
-# releases of transformers have one each
+# family: class, lengths of the sequential blocks, non-sequential blocks, parts of the reasons for dense layers; an
+# entry with two values covers two releases of transformers
 CAUSAL = {
     "llama": ("LlamaForCausalLM", [2], 0, []),
     "qwen3": ("Qwen3ForCausalLM", [2], 0, []),

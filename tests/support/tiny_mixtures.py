@@ -55,7 +55,7 @@ def family(name):
     model = getattr(hf, kinds[name])(tiny_config(name, kinds[name])).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.isfinite().all() or not parameter.any():  # left as memory was, or zeros
+            if not parameter.isfinite().all() or not parameter.any():  # uninitialised, or zeros
                 parameter.normal_(std=0.1)
     return model
 
@@ -78,12 +78,12 @@ def experts(model):
 
 
 def same(model, other):
-    mine, others = model.state_dict(), other.state_dict()
-    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+    state, other_state = model.state_dict(), other.state_dict()
+    return state.keys() == other_state.keys() and all(torch.equal(state[name], other_state[name]) for name in state)
 
 
 class Seen(InputStatistic):
-    """Counts the tokens that it is shown, group by group."""
+    """Counts the tokens of every group."""
 
     def __init__(self, layer, storage, device):
         self.count = torch.zeros(layer.groups)
@@ -110,7 +110,7 @@ def observe(model, layers, batches, gradients=True):
 
 
 def starving(model):
-    """Without a token for expert 2 of the first block."""
+    """Route no token to expert 2 of the first block."""
     with torch.no_grad():
         weight = model.model.layers[0].mlp.gate.weight
         weight[2] = -100 * weight[[0, 1, 3]].mean(0)

@@ -1,4 +1,4 @@
-"""A solver of somebody else's, with hyperparameters of its own: Wanda, but for three changes that each can see."""
+"""A third-party solver with custom hyperparameters: Wanda with three visible changes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ from optimum_moonshot.solvers.base import PrunedWeight, Solver, finish, hyperpar
 @register_solver("toy")
 @dataclass(frozen=True)
 class Toy(Solver):
-    """The comparison group is one row, and the surviving weights stay as they are."""
+    """The comparison group is one row, and the surviving weights do not change."""
 
     power: float = hyperparameter(1.0, help="exponent of the diagonal in a weight's score", least=0, most=2)
     spare: int = hyperparameter(0, help="first inputs that stay", least=0)

@@ -1,0 +1,23 @@
+"""Models with packed layers, and their state."""
+
+import torch
+
+from optimum_moonshot.runtime.packed_linear import PackedLinear
+
+MIXED = dict(pattern="unstructured", allocation={"q_proj": "1:4", "k_proj": 0.05, "mlp": "2:4", "[vo]_proj": 0.6})
+
+
+def held(model):
+    """The names of the packed layers."""
+    return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_state(model, expected):
+    actual = model.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
