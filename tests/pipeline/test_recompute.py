@@ -79,7 +79,7 @@ def test_statistics_are_those_of_a_model_whose_prefix_is_pruned(name, gradients)
     batches = batches_for(name, padded=True) if name in CAUSAL else batches_for(name)
     targets = ("self_attn",) if name == "mixtral" else None  # experts need batches of one sample
     passes = check(make(name), batches, gradients, targets)
-    # Each of the 3 blocks runs pruned for the inputs of the next; with gradients it and the later ones run twice.
+    # Pruned blocks give the inputs of the next one; with gradients, each of the 3 blocks and the later ones run twice.
     counts = (2 * (3 + 2 + 1) + 2, 3 + 2 + 1) if gradients else (3 + 2, 0)
     assert (passes.forward, passes.backward, passes.whole) == (*counts, 0)
 

@@ -189,7 +189,7 @@ def test_bad_values_are_errors_of_the_constructor(options, message):
         SelfCalibration(**options)
 
 
-def test_models_and_prompts_without_generation_are_refused_before_any_work(tokenizer, tmp_path):
+def test_models_and_prompts_unfit_for_generation_are_refused_before_any_work(tokenizer, tmp_path):
     for name in ("bert", "vit"):
         with pytest.raises(MoonshotError, match=r"calibration='self': .* writes no text from left to right"):
             prune(make(name), resume_dir=tmp_path / "run", sequence_length=None)
