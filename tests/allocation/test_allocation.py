@@ -1,4 +1,4 @@
-"""Sparsity divided between layers: the methods' own formulas, and exact totals."""
+"""OWL and alpha allocation: the formulas of the methods, and exact totals."""
 
 import json
 import random
@@ -9,10 +9,12 @@ import pytest
 import reference_allocation as reference
 import torch
 from command_line import ROOT
+from failing_calls import FailingCalls
 from golden.make import layer as random_layer
 from llama_runs import assert_same, config, prune, weights
 from marks import slow_but
 from models import image_batches, make, token_batches
+from report_totals import target_zeros, total_size
 from safetensors import safe_open
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
@@ -38,16 +40,16 @@ SOLVERS = [name for name in solver_names() if Unstructured in solver_class(name)
 
 
 def blocks(count=5, seed=0):
-    """Blocks of two matrices, some with outliers, with the norms of their inputs."""
+    """Pairs of weights and input norms, two per block; some have outliers."""
     torch.manual_seed(seed)
     shapes = [(24, 40), (32, 24)]
-    found = []
+    pairs = []
     for k in range(count):
         tails = 1 + k * torch.rand(()).item()
-        found.append(
+        pairs.append(
             [(torch.randn(shape) * torch.rand(shape[1]) ** tails, torch.rand(shape[1]) ** tails) for shape in shapes]
         )
-    return found
+    return pairs
 
 
 def spiky(name="llama"):
@@ -66,25 +68,21 @@ def zeros(model, report):
     return sum((matrices[layer.name] == 0).sum().item() for layer in report.layers)
 
 
-def size(report):
-    return sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-
-
 @pytest.mark.skipif(not GOLDEN.exists(), reason="no second set of golden files beside the repository")
 def test_results_match_the_golden_file():
     with safe_open(GOLDEN, "pt") as file:
         settings = json.loads(file.metadata()["config"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = MoonshotConfig(**settings)
-    found = [[(tensors[f"weight.{i}.{j}"], tensors[f"input_norm.{i}.{j}"]) for j in range(2)] for i in range(4)]
-    sizes = [sum(weight.numel() for weight, _ in block) for block in found]
+    blocks = [[(tensors[f"weight.{i}.{j}"], tensors[f"input_norm.{i}.{j}"]) for j in range(2)] for i in range(4)]
+    sizes = [sum(weight.numel() for weight, _ in block) for block in blocks]
     shares = [
         outlier_share([weight for weight, _ in block], [norm.square() for _, norm in block], config.owl_threshold)
-        for block in found
+        for block in blocks
     ]
     sparsities = owl_sparsities(shares, sizes, config.sparsity, config.owl_lambda)
     assert sparsities == pytest.approx(tensors["owl_sparsity"].tolist(), rel=1e-12)
-    exponents = [sum(tail_exponent(weight) for weight, _ in block) / 2 for block in found]
+    exponents = [sum(tail_exponent(weight) for weight, _ in block) / 2 for block in blocks]
     assert exponents == pytest.approx(tensors["alpha_exponent"].tolist(), rel=1e-6)
     sparsities = alpha_sparsities(exponents, sizes, config.sparsity, config.alpha_tau)
     assert sparsities == pytest.approx(tensors["alpha_sparsity"].tolist(), rel=1e-6)
@@ -94,12 +92,12 @@ def test_results_match_the_golden_file():
 def test_outliers_are_counted_over_a_block(threshold):
     for block in blocks():
         matrices, norms = [list(side) for side in zip(*block, strict=True)]
-        found = outlier_share(matrices, [norm.square() for norm in norms], threshold)
-        assert found == pytest.approx(reference.owl_score(matrices, norms, threshold))
+        share = outlier_share(matrices, [norm.square() for norm in norms], threshold)
+        assert share == pytest.approx(reference.owl_score(matrices, norms, threshold))
     assert outlier_share([torch.zeros(3, 4)], [torch.ones(4)], threshold) == 0
 
 
-def test_the_exponent_is_the_literal_search():
+def test_the_exponent_equals_an_exhaustive_search():
     for block in blocks():
         for weight, _ in block:
             for matrix in (weight, weight.T, 1e3 * weight, weight.bfloat16()):
@@ -109,8 +107,8 @@ def test_the_exponent_is_the_literal_search():
 def test_a_heavier_tail_has_a_smaller_exponent():
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(60, 60))[0] for _ in range(2))
-    found = [tail_exponent(left @ torch.arange(1, 61).pow(-power).diag() @ right) for power in (0.3, 0.6, 1.2)]
-    assert found == sorted(found, reverse=True)
+    exponents = [tail_exponent(left @ torch.arange(1, 61).pow(-power).diag() @ right) for power in (0.3, 0.6, 1.2)]
+    assert exponents == sorted(exponents, reverse=True)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4, 6), torch.eye(5), torch.ones(1, 7), torch.ones(4, 4)])
@@ -125,7 +123,7 @@ def test_zero_rows_and_columns_do_not_change_the_exponent():
     assert tail_exponent(wide) == pytest.approx(tail_exponent(weight), rel=1e-9)
 
 
-def test_sparsities_are_the_formulas_where_nothing_is_clipped():
+def test_unclipped_sparsities_follow_the_formulas():
     scores = [3.0, 7.5, 5.0, 3.2]
     assert owl_sparsities(scores, [6] * 4, 0.6, 0.08) == pytest.approx(reference.owl(scores, 0.6, 0.08), rel=1e-12)
     sizes = [5, 10, 20, 4]
@@ -134,22 +132,22 @@ def test_sparsities_are_the_formulas_where_nothing_is_clipped():
 
 
 @pytest.mark.parametrize("method", [owl_sparsities, alpha_sparsities])
-def test_the_mean_over_the_weights_holds_through_clipping(method):
+def test_clipping_keeps_the_mean_over_the_weights(method):
     choose = random.Random(0)
     for _ in range(300):
         count = choose.randint(1, 8)
         scores = [choose.choice([0.0, choose.random(), 5.0]) for _ in range(count)]
         sizes = [choose.randint(1, 1000) for _ in range(count)]
         sparsity, spread = choose.choice([0, 0.02, 0.5, 0.97, 1, choose.random()]), choose.choice([0, 0.08, 0.5, 0.99])
-        found = method(scores, sizes, sparsity, spread)
-        assert all(0 <= value <= 1 for value in found)
-        total = sum(value * size for value, size in zip(found, sizes, strict=True))
+        sparsities = method(scores, sizes, sparsity, spread)
+        assert all(0 <= value <= 1 for value in sparsities)
+        total = sum(value * size for value, size in zip(sparsities, sizes, strict=True))
         assert total == pytest.approx(sparsity * sum(sizes), abs=1e-9)
         sign = -1 if method is owl_sparsities else 1  # many outliers: dense; a large exponent, a light tail: sparse
-        ordered = [value for _, value in sorted(zip(scores, found, strict=True), key=lambda pair: sign * pair[0])]
+        ordered = [value for _, value in sorted(zip(scores, sparsities, strict=True), key=lambda pair: sign * pair[0])]
         assert all(second - first > -1e-12 for first, second in zip(ordered, ordered[1:], strict=False))
         if spread == 0 or len(set(scores)) == 1:
-            assert found == pytest.approx([sparsity] * count, abs=1e-12)
+            assert sparsities == pytest.approx([sparsity] * count, abs=1e-12)
 
 
 def test_rounding_is_by_largest_remainder():
@@ -170,7 +168,7 @@ def test_rounding_is_by_largest_remainder():
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("lam", [1.0, 0.5])
 @pytest.mark.parametrize("count", [0, 1, 145, 2001, 3455, 3456])
-def test_comparison_groups_share_an_exact_count(solver, lam, count):
+def test_exact_counts_are_spread_over_the_comparison_groups(solver, lam, count):
     solve = MoonshotConfig(solver=solver, sparsity=0.5, lam=lam).make_solver()
     weight, gram, gradients = random_layer(24, 144, 10)
     pattern = Unstructured(count / weight.numel(), exact=True)
@@ -182,9 +180,9 @@ def test_comparison_groups_share_an_exact_count(solver, lam, count):
         assert abs((~group).sum() - count / weight.numel() * group.numel()) < 1
 
 
-def test_rows_that_lose_one_more_are_those_that_miss_it_least():
+def test_the_remainder_is_pruned_where_its_scores_are_least():
     scores = torch.tensor([[5.0, 1.0, 9.0], [3.0, 2.0, 8.0], [4.0, 6.0, 7.0], [0.0, 4.0, 5.0]])
-    keep = Unstructured(6 / 12, exact=True).keep_per_row(scores)  # next in line: 5, 3, 6, 4
+    keep = Unstructured(6 / 12, exact=True).keep_per_row(scores)  # the next scores of the rows: 5, 3, 6, 4
     assert keep.int().tolist() == [[1, 0, 1], [0, 0, 1], [0, 1, 1], [0, 0, 1]]
     order = torch.tensor([2, 0, 3, 1])
     assert torch.equal(Unstructured(6 / 12, exact=True).keep_per_row(scores[order]), keep[order])
@@ -193,19 +191,19 @@ def test_rows_that_lose_one_more_are_those_that_miss_it_least():
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
 @pytest.mark.parametrize("name", slow_but({"llama", "opt"}, ["llama", "gpt2", "opt", "qwen2", "llama-tied-biased"]))
-def test_a_model_loses_exactly_what_was_asked(name, allocation, solver):
+def test_the_sparsity_of_the_model_is_exact(name, allocation, solver):
     model = spiky(name)
     report = prune(model, solver=solver, pattern="unstructured", sparsity=0.613, allocation=allocation).report
-    assert zeros(model, report) == round(0.613 * size(report))
-    asked = [layer.target_sparsity for layer in report.layers]
-    assert max(asked) - min(asked) > 0.01
+    assert zeros(model, report) == round(0.613 * total_size(report))
+    targets = [layer.target_sparsity for layer in report.layers]
+    assert max(targets) - min(targets) > 0.01
     for layer in report.layers:
         assert layer.sparsity == pytest.approx(layer.target_sparsity, abs=1e-12)
     assert any("sparsities 0." in note for note in report.notes) and "target" in report.table()
 
 
 def dense_norms(model, batches):
-    """Layer → ‖x‖₂ of its inputs over the real tokens, by hooks on the whole model."""
+    """Layer → ‖x‖₂ of its inputs over the tokens that are no padding, by hooks on the whole model."""
     squares = {layer.name: 0 for layer in find_structure(model).layers()}
     for batch in batches:
         real = batch["attention_mask"].bool()
@@ -225,7 +223,7 @@ def dense_norms(model, batches):
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.5])
-def test_owl_looks_at_the_dense_model(lam):
+def test_owl_scores_the_dense_model(lam):
     model, batches = spiky(), token_batches(padded=True)
     norms, structure = dense_norms(model, batches), find_structure(model)
     shares = [
@@ -264,23 +262,23 @@ def test_a_layer_outside_of_the_blocks_is_scored_alone(allocation):
     inside, outside = report.layers[0].target_sparsity, report.layers[-1].target_sparsity
     assert report.layers[-1].name == "lm_head" and abs(inside - outside) > 0.01
     assert all(layer.target_sparsity == pytest.approx(inside, abs=1 / 256) for layer in report.layers[:-1])
-    assert zeros(model, report) == round(0.5 * size(report))
+    assert zeros(model, report) == round(0.5 * total_size(report))
     alone = prune(spiky(), targets=[r"layers\.0\."], **choice).report
     assert all(layer.target_sparsity == pytest.approx(0.5, abs=1 / 256) for layer in alone.layers)
 
 
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
 @pytest.mark.parametrize("name", ["albert", "vit", "mixtral"])
-def test_what_is_no_chain_of_decoder_layers(name, allocation):
+def test_models_other_than_decoders(name, allocation):
     model = spiky(name)
     batches = image_batches() if name == "vit" else token_batches(padded=True)
     choice = dict(solver="wanda", pattern="unstructured", sparsity=0.55, lam=1, allocation=allocation)
     report = prune(model, batches, **choice).report
-    assert zeros(model, report) == round(0.55 * size(report))
+    assert zeros(model, report) == round(0.55 * total_size(report))
     assert len(report.notes) == len(set(report.notes))
 
 
-def test_alpha_says_which_block_has_no_spectrum():
+def test_the_error_of_alpha_names_the_block_without_a_spectrum():
     model = make("llama")
     for layer in find_structure(model).blocks[1].layers:
         layer.matrix.zero_()
@@ -295,25 +293,14 @@ def test_half_precision_models(dtype):
     for allocation in ("owl", "alpha"):
         model = spiky().to(dtype)
         report = prune(model, pattern="unstructured", sparsity=0.5, allocation=allocation, lam=1).report
-        assert (
-            sum(layer.target_sparsity * layer.shape[0] * layer.shape[1] for layer in report.layers) == size(report) // 2
-        )
+        assert target_zeros(report) == total_size(report) // 2
 
 
-def test_a_killed_run_goes_on_with_the_same_allocation(tmp_path, monkeypatch):
+def test_a_resumed_run_has_the_same_allocation(tmp_path, monkeypatch):
     choice = dict(solver="wanda", pattern="unstructured", sparsity=0.5, allocation="owl")
     whole, resumed = spiky(), spiky()
     prune(whole, **choice)
-    cls = solver_class("wanda")
-    original, count = cls.solve, [0]
-
-    def die(self, *args):
-        count[0] += 1
-        if count[0] == 11:
-            raise RuntimeError
-        return original(self, *args)
-
-    monkeypatch.setattr(cls, "solve", die)
+    FailingCalls(monkeypatch, (solver_class("wanda"), "solve"), {10}, RuntimeError())
     folder = tmp_path / "partial"
     for expected in (RuntimeError, None):
         pruner = MoonshotPruner(resumed, config(**choice))

@@ -1,4 +1,4 @@
-"""A user's own dict of layers and sparsities: what it may say, and what patterns allow."""
+"""Allocation by a dict of layers and sparsities: its entries, and the patterns that allow it."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_an_allocation_by_name():
     report = prune(model, pattern="unstructured", sparsity=0.5, allocation=rules).report
     table = report.table()
     for layer in report.layers:
-        assert f"{layer.name} " in table  # the further column leaves names room for one line
+        assert f"{layer.name} " in table  # names are not wrapped beside the additional column
         weight = model.get_submodule(layer.name).weight
         if "layers.1." in layer.name:
             expected = 0.25 if "mlp.up_proj" in layer.name else 0.75
@@ -40,7 +40,7 @@ def test_groups_of_several_sizes_in_one_model():
         assert (kept.view(-1, m).sum(1) == n).all() and layer.target_sparsity == 1 - n / m
 
 
-def test_rules_by_exact_name_first_then_in_order():
+def test_an_exact_name_takes_precedence_and_then_the_first_match():
     names = ["a.0", "a.00", "b.0"]
     rules = parse_rules({"0": 0.1, "a.0": "2:4", "a": 0.3})
     with pytest.raises(MoonshotError, match="'a' has no effect: each layer it matches has an earlier"):
@@ -82,7 +82,7 @@ def test_a_bad_entry_is_refused(allocation, message):
 
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
 @pytest.mark.parametrize("pattern", ["2:4", "structured"])
-def test_patterns_that_leave_no_choice_refuse_a_method(allocation, pattern):
+def test_methods_need_unstructured_patterns(allocation, pattern):
     sparsity = 0.5 if pattern == "structured" else None
     with pytest.raises(MoonshotError, match=f"allocation='{allocation}': pattern='{pattern}'.*unstructured"):
         MoonshotConfig(solver="magnitude", pattern=pattern, sparsity=sparsity, allocation=allocation)
@@ -90,7 +90,7 @@ def test_patterns_that_leave_no_choice_refuse_a_method(allocation, pattern):
         MoonshotConfig(allocation=allocation)
 
 
-def test_structured_patterns_refuse_names_and_one_matrix_refuses_all():
+def test_structured_patterns_refuse_a_dict_and_single_matrices_every_allocation():
     with pytest.raises(MoonshotError, match="allocation=.*pattern='structured'"):
         MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5, allocation={"mlp": 0.5})
     for allocation in ("owl", {"mlp": 0.5}):
@@ -100,7 +100,7 @@ def test_structured_patterns_refuse_names_and_one_matrix_refuses_all():
             )
 
 
-def test_a_configuration_keeps_its_own_copy():
+def test_a_configuration_copies_the_dict():
     rules = {"mlp": 0.5}
     one = MoonshotConfig(sparsity=0.5, allocation=rules)
     rules["mlp"] = 2

@@ -1,10 +1,11 @@
-"""`allocation="fisher"` on mixtures: every expert is a matrix of its own, with a share of its own."""
+"""`allocation="fisher"` on mixtures: every expert has a separate sparsity."""
 
 import pytest
 import torch
 from fisher_curves import SOLVERS, curves_of
 from models import token_batches
 from reference_allocation import expert_losses, least_division
+from report_totals import total_size
 from tiny_mixtures import experts, mixtral, observe, prune, same, starving
 
 from optimum_moonshot import MoonshotConfig, load_pruned
@@ -15,7 +16,7 @@ from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity
 from optimum_moonshot.objective.patterns import PerExpert, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.pipeline import under_calibrated_experts as under_calibrated_experts
+from optimum_moonshot.pipeline import under_calibrated_experts
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.recovery.gradual import stage_patterns
@@ -26,7 +27,7 @@ FISHER = dict(sparsity=0.6, allocation="fisher")
 
 
 def uneven():
-    """Experts of very different sizes."""
+    """A model whose experts have weights of very different scales."""
     model = mixtral()
     with torch.no_grad():
         for layer in experts(model):
@@ -38,27 +39,23 @@ def zeros(layer):
     return [int((matrix == 0).sum()) for matrix in layer.parameter]
 
 
-def total_size(report):
-    return sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-
-
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("lam", [1.0, 0.5])
-def test_experts_have_shares_of_their_own_and_the_model_exactly_what_was_asked(solver, lam, tmp_path):
+def test_experts_have_separate_sparsities_and_the_sparsity_of_the_model_is_exact(solver, lam, tmp_path):
     model = uneven()
     report = prune(model, solver=solver, lam=lam, **{**FISHER, "sparsity": 0.613}).report
     lost = sum(int((layer.parameter == 0).sum()) for layer in select(model, MoonshotConfig(**FISHER)).layers)
     assert lost == round(0.613 * total_size(report))
     low, high = bounds(0.613)
     for layer in experts(model):
-        told = next(each for each in report.layers if each.name == layer.name)
+        result = next(each for each in report.layers if each.name == layer.name)
         size = layer.parameter[0].numel()
         shares = [count / size for count in zeros(layer)]
-        assert told.expert_targets == (min(shares), max(shares)) and told.target_sparsity == pytest.approx(
-            sum(shares) / 4
-        )
+        assert result.expert_targets == (min(shares), max(shares))
+        assert result.target_sparsity == pytest.approx(sum(shares) / 4)
         assert low - 1 / size <= min(shares) < max(shares) <= high + 1 / size and max(shares) - min(shares) > 0.1
-        assert f"least {min(shares):.4f}, mean {told.target_sparsity:.4f}, most {max(shares):.4f}" in report.table(400)
+        row = f"least {min(shares):.4f}, mean {result.target_sparsity:.4f}, most {max(shares):.4f}"
+        assert row in report.table(400)
     assert any("16 experts each with its own" in note for note in report.notes)
     report.save(tmp_path)
     assert PruneReport.load(tmp_path) == report
@@ -69,7 +66,7 @@ def test_curves_are_the_losses_of_every_expert(solver):
     model = uneven()
     curves = curves_of(model, solver=solver)
     layer = experts(model)[-1]
-    found = observe(model, [layer], split_batches(token_batches(), 1))[layer.name]
+    statistics = observe(model, [layer], split_batches(token_batches(), 1))[layer.name]
     solve = MoonshotConfig(solver=solver, sparsity=0.5).make_solver()
 
     def pruned(weight, gram, share):
@@ -78,36 +75,36 @@ def test_curves_are_the_losses_of_every_expert(solver):
         return solve.solve(Quadratic.build(weight, gram, None, 1.0), Unstructured(share)).weight
 
     curve = curves[layer.name]
-    for expert, own in enumerate(curve.experts):
-        rows = slice(expert * 16, (expert + 1) * 16)
-        gradients = found.gradients.gradients[:, rows]
+    for index, expert in enumerate(curve.experts):
+        rows = slice(index * 16, (index + 1) * 16)
+        gradients = statistics.gradients.gradients[:, rows]
         shares = [*SPARSITIES, 1.0]
-        expected = expert_losses(pruned, layer.matrix[rows], found.inputs[expert], gradients, shares)
-        assert own.losses == pytest.approx(expected, rel=2e-2) and own.sparsities == tuple(shares)
+        expected = expert_losses(pruned, layer.matrix[rows], statistics.inputs[index], gradients, shares)
+        assert expert.losses == pytest.approx(expected, rel=2e-2) and expert.sparsities == tuple(shares)
     assert curve.losses == pytest.approx(
-        [sum(each) for each in zip(*(own.losses for own in curve.experts), strict=True)]
+        [sum(each) for each in zip(*(expert.losses for expert in curve.experts), strict=True)]
     )
     assert curve.size == layer.parameter.numel() == 4 * curve.experts[0].size
 
 
-def test_no_other_division_between_experts_loses_less():
-    """By brute force over a grid, for the four experts of a layer alone."""
+def test_no_other_division_between_experts_has_a_smaller_loss():
+    """Exhaustive search over a grid for the four experts of one layer."""
     curve = next(curve for curve in curves_of(uneven()).values() if curve.experts)
-    own = dict(enumerate(curve.experts))
+    expert_curves = dict(enumerate(curve.experts))
     low, high = bounds(0.6)
     grid = [low + (high - low) * cell / 12 for cell in range(13)]
     sizes = [each.size for each in curve.experts]
     least = least_division(
         [lambda share, each=each: each.values([share])[0] for each in curve.experts], sizes, 0.6, grid
     )
-    divided = divide_sparsity(own, 0.6)
-    assert sum(own[index].values([share])[0] for index, share in divided.items()) <= least * (1 + 1e-9)
-    same = sum(each.values([0.6])[0] for each in curve.experts)
-    assert least < 0.9 * same
+    divided = divide_sparsity(expert_curves, 0.6)
+    assert sum(expert_curves[index].values([share])[0] for index, share in divided.items()) <= least * (1 + 1e-9)
+    uniform = sum(each.values([0.6])[0] for each in curve.experts)
+    assert least < 0.9 * uniform
 
 
 def test_equal_experts_get_equal_shares():
-    """Copies of one expert, which all tokens reach with the same weight."""
+    """Copies of one expert, to which all tokens are routed with equal weights."""
     model = mixtral(num_experts_per_tok=4)
     with torch.no_grad():
         for layer in experts(model):
@@ -121,39 +118,39 @@ def test_equal_experts_get_equal_shares():
 
 
 @pytest.mark.parametrize("how", ["all", "magnitude", "routed"])
-def test_what_a_starved_expert_loses_is_that_of_the_others(how):
+def test_an_under_calibrated_expert_has_the_mean_losses_of_the_others(how):
     curves = curves_of(starving(mixtral()), under_calibrated_experts=how)
     for name, curve in curves.items():
         if name.startswith("model.layers.0.mlp.experts"):
-            others = [own for index, own in enumerate(curve.experts) if index != 2]
-            mean = [sum(losses) / 3 for losses in zip(*(own.losses for own in others), strict=True)]
+            others = [expert for index, expert in enumerate(curve.experts) if index != 2]
+            mean = [sum(losses) / 3 for losses in zip(*(expert.losses for expert in others), strict=True)]
             assert curve.experts[2].losses == pytest.approx(mean) and min(mean) > 0
 
 
-def test_where_all_experts_are_starved_all_have_the_mean_of_what_was_measured(monkeypatch):
-    found = []
+def test_under_calibrated_experts_without_others_have_their_mean_losses(monkeypatch):
+    measured = []
     for inputs_per_token in (1e9, 1e-6):
         monkeypatch.setattr(under_calibrated_experts, "INPUTS_PER_TOKEN", inputs_per_token)
-        found.append(curves_of(mixtral(), under_calibrated_experts="routed"))
-    for name, curve in found[0].items():
-        assert found[1][name].losses == pytest.approx(curve.losses)
+        measured.append(curves_of(mixtral(), under_calibrated_experts="routed"))
+    for name, curve in measured[0].items():
+        assert measured[1][name].losses == pytest.approx(curve.losses)
         if curve.experts:
-            assert len({own.losses for own in curve.experts}) == 4
-            assert len({own.losses for own in found[1][name].experts}) == 1
+            assert len({expert.losses for expert in curve.experts}) == 4
+            assert len({expert.losses for expert in measured[1][name].experts}) == 1
 
 
 @pytest.mark.parametrize("memory", ["60KiB", "25KiB"])
-def test_the_memory_changes_no_curve(memory, tmp_path):
+def test_curves_do_not_depend_on_the_memory(memory, tmp_path):
     whole, parts = curves_of(uneven()), curves_of(uneven(), max_memory=memory, offload_dir=str(tmp_path))
     for name, curve in whole.items():
         assert parts[name].losses == pytest.approx(curve.losses, rel=1e-4)
-        for own, other in zip(curve.experts, parts[name].experts, strict=True):
-            assert own.losses == pytest.approx(other.losses, rel=1e-4)
+        for expert, other in zip(curve.experts, parts[name].experts, strict=True):
+            assert expert.losses == pytest.approx(other.losses, rel=1e-4)
 
 
 def test_curves_of_experts_survive_a_killed_run(tmp_path):
-    own = tuple(LossCurve(10, (0.5, 1.0), (loss, 2 * loss)) for loss in (1.0, 0.25))
-    curve, plain = LossCurve(20, (0.5, 1.0), (1.25, 2.5), own), LossCurve(7, (0.5, 1.0), (1.0, 2.0))
+    expert_curves = tuple(LossCurve(10, (0.5, 1.0), (loss, 2 * loss)) for loss in (1.0, 0.25))
+    curve, plain = LossCurve(20, (0.5, 1.0), (1.25, 2.5), expert_curves), LossCurve(7, (0.5, 1.0), (1.0, 2.0))
     store = ResultStore(tmp_path / "run", "same")
     store.put_curve("experts", curve)
     store.put_curve("plain", plain)
@@ -161,17 +158,17 @@ def test_curves_of_experts_survive_a_killed_run(tmp_path):
     assert ResultStore(tmp_path / "run", "same").curves == {"experts": curve, "plain": plain}
 
 
-def test_experts_have_one_n_and_the_report_says_why():
+def test_n_is_equal_for_the_experts_of_a_layer_and_the_report_explains_it():
     model = uneven()
     report = prune(model, lam=1.0, pattern="n:4", sparsity=0.5, allocation="fisher").report
     assert any(ONE_N in note for note in report.notes)
     for layer in experts(model):
-        told = next(each for each in report.layers if each.name == layer.name)
+        result = next(each for each in report.layers if each.name == layer.name)
         counts = (layer.matrix.view(-1, 4) != 0).sum(1)
-        assert told.expert_targets is None and int(counts.max()) == round(4 * (1 - told.target_sparsity))
+        assert result.expert_targets is None and int(counts.max()) == round(4 * (1 - result.target_sparsity))
 
 
-def test_gradual_recovery_keeps_every_share():
+def test_gradual_recovery_keeps_the_sparsity_of_every_expert():
     options = {**FISHER, "sparsity": 0.4, "lam": 1.0}
     model, plain = uneven(), uneven()
     report, recovered = (
@@ -185,13 +182,13 @@ def test_gradual_recovery_keeps_every_share():
 
 
 @pytest.mark.parametrize("options", [FISHER, dict(pattern="n:4", sparsity=0.5, allocation="fisher")], ids=str)
-def test_shares_come_back_from_packed_files(options, tmp_path):
+def test_packed_files_keep_the_sparsity_of_every_expert(options, tmp_path):
     model = uneven().bfloat16()
     pruner = prune(model, lam=1.0, **options)
     pruner.save_pretrained(tmp_path, format="packed")
-    found = verify(tmp_path)
-    assert found, found.table()
-    assert {layer.name: layer.zeros for layer in found.layers} == {
+    verification = verify(tmp_path)
+    assert verification, verification.table()
+    assert {layer.name: layer.zeros for layer in verification.layers} == {
         layer.name: int((layer.matrix == 0).sum()) for layer in select(model, MoonshotConfig(**FISHER)).layers
     }
     assert same(load_pruned(tmp_path), model)
@@ -202,8 +199,8 @@ def test_every_expert_is_a_comparison_group():
     pattern = PerExpert(0.5, True, shares)
     for keep in (pattern.keep(scores), pattern.keep_per_row(scores)):
         assert [int((~part).sum()) for part in keep.chunk(3)] == [8, 16, 24]
-    for part, some in zip(pattern.keep(scores).chunk(3), scores.chunk(3), strict=True):
-        assert some[part].min() > some[~part].max()
+    for kept, values in zip(pattern.keep(scores).chunk(3), scores.chunk(3), strict=True):
+        assert values[kept].min() > values[~kept].max()
 
 
 def test_patterns_follow_from_the_curves():

@@ -1,12 +1,14 @@
-"""`allocation="fisher"`: sparsity divided between matrices by what each costs the model."""
+"""`allocation="fisher"`: sparsity divided between matrices by the Fisher loss of each."""
 
 import dataclasses
 
 import pytest
 import torch
+from failing_calls import FailingCalls
 from fisher_curves import FISHER, SOLVERS, curves_of
 from llama_runs import assert_same, config, prune, weights
 from models import image_batches, make, token_batches
+from report_totals import target_zeros, total_size
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
 from optimum_moonshot.allocation import fisher as fisher_allocation
@@ -26,7 +28,7 @@ MIXED = dict(pattern="n:4", sparsity=0.5, allocation="fisher")
 
 
 def uneven(name="llama"):
-    """A tiny model in which some matrices are small, so that they cost less."""
+    """A tiny model in which some matrices have small weights, so that pruning them costs less."""
     model = make(name)
     for k, layer in enumerate(find_structure(model).layers()):
         layer.parameter.detach().mul_((0.2, 1.0, 1.8)[k % 3])
@@ -37,21 +39,17 @@ def zeros(model, report):
     return sum(int((model.get_submodule(layer.name).weight == 0).sum()) for layer in report.layers)
 
 
-def size(report):
-    return sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-
-
-def asked(report):
+def targets(report):
     return {layer.name: layer.target_sparsity for layer in report.layers}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("lam", [1.0, 0.5])
-def test_a_model_loses_exactly_what_was_asked(solver, lam):
+def test_the_sparsity_of_the_model_is_exact(solver, lam):
     model = uneven()
     report = prune(model, solver=solver, lam=lam, **{**FISHER, "sparsity": 0.613}).report
-    assert zeros(model, report) == round(0.613 * size(report))
-    shares = asked(report)
+    assert zeros(model, report) == round(0.613 * total_size(report))
+    shares = targets(report)
     assert max(shares.values()) - min(shares.values()) > 0.05
     assert sum("Fisher allocation: sparsities" in note for note in report.notes) == 1
     assert "target" in report.table() and report.seconds["allocation"] > 0
@@ -59,10 +57,10 @@ def test_a_model_loses_exactly_what_was_asked(solver, lam):
 
 
 @pytest.mark.parametrize("sparsity", [0, 1])
-def test_nothing_and_everything(sparsity):
+def test_sparsities_of_zero_and_one(sparsity):
     model = uneven()
     report = prune(model, lam=1, **{**FISHER, "sparsity": sparsity}).report
-    assert zeros(model, report) == sparsity * size(report)
+    assert zeros(model, report) == sparsity * total_size(report)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +72,15 @@ def test_other_models(name, solver):
     model = uneven(name)
     batches = image_batches() if name in ("vit", "resnet", "convnext") else token_batches(padded=True)
     report = prune(model, batches, solver=solver, lam=1, **FISHER).report
-    total = sum(layer.target_sparsity * layer.shape[0] * layer.shape[1] for layer in report.layers)
-    assert total == pytest.approx(round(0.6 * size(report)), abs=1e-6)
-    assert len(set(asked(report).values())) > 2
+    assert target_zeros(report) == pytest.approx(round(0.6 * total_size(report)), abs=1e-6)
+    assert len(set(targets(report).values())) > 2
 
 
 def literal_curve(solver, weight, gram, gradients):
-    """F_l at every sparsity, each by a solve of its own over all rows."""
+    """F_l at every sparsity, each by a separate solve over all rows."""
     objective = Quadratic.build(weight, gram, None, 1.0)
-    found = [solver.solve(objective, Unstructured(sparsity)).weight for sparsity in SPARSITIES]
-    deltas = [pruned - weight for pruned in [*found, torch.zeros_like(weight)]]
+    solutions = [solver.solve(objective, Unstructured(sparsity)).weight for sparsity in SPARSITIES]
+    deltas = [pruned - weight for pruned in [*solutions, torch.zeros_like(weight)]]
     return [float(torch.einsum("nrd,rd->nr", gradients, d).double().square().sum() / len(gradients)) for d in deltas]
 
 
@@ -109,88 +106,80 @@ def test_curves_are_the_losses_of_the_pruned_weights(solver):
     solve = MoonshotConfig(solver=solver, sparsity=0.5).make_solver()
     with torch.no_grad():
         expected = literal_curve(solve, layer.weight.detach(), gram, torch.stack(gradients))
-    found = curves["model.layers.1.mlp.down_proj"]
-    assert found.losses == pytest.approx(expected, rel=2e-2)
-    assert found.size == layer.weight.numel() and found.sparsities == (*SPARSITIES, 1.0)
+    curve = curves["model.layers.1.mlp.down_proj"]
+    assert curve.losses == pytest.approx(expected, rel=2e-2)
+    assert curve.size == layer.weight.numel() and curve.sparsities == (*SPARSITIES, 1.0)
 
 
-def test_curves_do_not_depend_on_lambda_and_are_the_same_again():
+def test_curves_do_not_depend_on_lambda_and_are_reproducible():
     first = curves_of(uneven(), lam=1)
     assert first == curves_of(uneven(), lam=0.5) == curves_of(uneven(), lam=1, fisher="attention")
 
 
 def test_curves_do_not_depend_on_the_memory(tmp_path):
     little = dict(max_memory=60_000, offload_dir=str(tmp_path))
-    whole, some = curves_of(uneven()), curves_of(uneven(), **little)
+    whole, parts = curves_of(uneven()), curves_of(uneven(), **little)
     for name, curve in whole.items():
-        assert some[name].losses == pytest.approx(curve.losses, rel=1e-4)
+        assert parts[name].losses == pytest.approx(curve.losses, rel=1e-4)
 
 
 def test_recovery_keeps_the_allocation():
     model = uneven()
     batches = token_batches(samples=8)
     report = prune(model, batches, lam=1, num_samples=8, recover="blockwise", recover_steps=2, **FISHER).report
-    assert zeros(model, report) == round(0.6 * size(report)) and len(report.recovery) == 3
+    assert zeros(model, report) == round(0.6 * total_size(report)) and len(report.recovery) == 3
 
 
-def test_rows_are_sampled_alike_each_time_and_stand_for_all(monkeypatch):
+def test_sampled_rows_are_reproducible_and_represent_all_rows(monkeypatch):
     whole = curves_of(uneven(), solver="magnitude")
     monkeypatch.setattr(loss_curves, "ROWS", 8)
-    some = curves_of(uneven(), solver="magnitude")
-    assert some == curves_of(uneven(), solver="magnitude") != whole
+    sampled = curves_of(uneven(), solver="magnitude")
+    assert sampled == curves_of(uneven(), solver="magnitude") != whole
     for name, curve in whole.items():
-        assert some[name].size == curve.size
-        assert 0.3 < some[name].losses[-1] / curve.losses[-1] < 3
+        assert sampled[name].size == curve.size
+        assert 0.3 < sampled[name].losses[-1] / curve.losses[-1] < 3
 
 
 def test_samples_are_spread_evenly():
     batches = [{"x": torch.arange(0, 8)[:, None]}, {"x": torch.arange(8, 20)[:, None]}]
-    found = spread_samples(batches, 5)
-    assert torch.cat([batch["x"] for batch in found])[:, 0].tolist() == [0, 4, 8, 12, 16]
+    spread = spread_samples(batches, 5)
+    assert torch.cat([batch["x"] for batch in spread])[:, 0].tolist() == [0, 4, 8, 12, 16]
     assert [len(batch["x"]) for batch in spread_samples(batches, 99)] == [12, 8]
     ragged = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(1, 4)}]
     assert [tuple(batch["x"].shape) for batch in spread_samples(ragged, 3)] == [(2, 3), (1, 4)]
 
 
-def test_a_layer_without_influence_loses_most():
+def test_a_layer_without_influence_has_the_largest_sparsity():
     model = uneven()
     model.model.layers[1].mlp.up_proj.weight.data.zero_()
     model.model.layers[1].mlp.gate_proj.weight.data.zero_()
-    shares = asked(prune(model, lam=1, **FISHER).report)
+    shares = targets(prune(model, lam=1, **FISHER).report)
     for name in ("up_proj", "gate_proj", "down_proj"):
         assert shares[f"model.layers.1.mlp.{name}"] == pytest.approx(0.85, abs=0.01)
 
 
-def test_the_allocation_is_that_of_the_curves():
+def test_the_allocation_follows_from_the_curves():
     model = uneven()
     expected = divide_sparsity(curves_of(model), 0.6)
-    found = asked(prune(model, **FISHER).report)
+    sparsities = targets(prune(model, **FISHER).report)
     for name, share in expected.items():
-        assert found[name] == pytest.approx(share, abs=1 / 256)
+        assert sparsities[name] == pytest.approx(share, abs=1 / 256)
 
 
 @pytest.mark.parametrize("options", [{"lam": 1.0}, {"lam": 0.5}, {"recompute": True, "lam": 1.0}, MIXED])
 @pytest.mark.parametrize("where", ["curves", "layers"])
-def test_a_killed_run_goes_on_with_the_same_allocation(tmp_path, monkeypatch, options, where):
+def test_a_resumed_run_has_the_same_allocation(tmp_path, monkeypatch, options, where):
     choice = {**FISHER, **options}
     whole, resumed = uneven(), uneven()
     prune(whole, **choice)
     name = "put_curve" if where == "curves" else "put"
-    original, count = getattr(ResultStore, name), [0]
-
-    def die(self, *args):
-        count[0] += 1
-        if count[0] == 8:
-            raise RuntimeError
-        return original(self, *args)
-
-    monkeypatch.setattr(ResultStore, name, die)
+    put = FailingCalls(monkeypatch, (ResultStore, name), {7}, RuntimeError())
     with pytest.raises(RuntimeError):
         MoonshotPruner(resumed, config(**choice)).prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     assert len(list((tmp_path / "run/curves").iterdir())) == (7 if where == "curves" else 21)
     pruner = MoonshotPruner(resumed, config(**choice))
     pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
-    assert count[0] == 8 + (14 if where == "curves" else 14)
+    assert put.calls == 8 + 14
     assert_same(resumed, weights(whole))
     pruner.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "run").exists()
@@ -214,7 +203,7 @@ def test_a_sweep_measures_the_curves_once(monkeypatch):
     assert len(count) == 42
 
 
-def test_a_run_at_lambda_one_passes_backwards_for_the_curves_alone(monkeypatch):
+def test_a_run_at_lambda_one_needs_gradients_for_the_curves_only(monkeypatch):
     seen, original = [], torch.autograd.grad
 
     def grad(*args, **options):
@@ -229,23 +218,23 @@ def test_a_run_at_lambda_one_passes_backwards_for_the_curves_alone(monkeypatch):
     assert not seen
 
 
-def test_structured_pruning_stays_uniform_and_says_why():
-    same = dict(solver="wanda", pattern="structured", sparsity=0.5, lam=1)
+def test_structured_pruning_stays_uniform_and_the_report_explains_it():
+    options = dict(solver="wanda", pattern="structured", sparsity=0.5, lam=1)
     model, plain = uneven(), uneven()
-    report = prune(model, **same, allocation="fisher").report
-    prune(plain, **same)
+    report = prune(model, **options, allocation="fisher").report
+    prune(plain, **options)
     assert_same(model, weights(plain))
     assert ONE_WIDTH in report.notes and report.config["allocation"] == "uniform"
     assert "allocation" not in report.seconds
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_mixtures_give_every_layer_an_n_of_its_own(solver):
+def test_n_is_chosen_for_every_layer(solver):
     model = uneven()
     report = prune(model, solver=solver, lam=1, **MIXED).report
-    total, count = size(report), zeros(model, report)
+    total, count = total_size(report), zeros(model, report)
     assert 0.5 * total - 32 * 32 / 4 < count <= 0.5 * total
-    assert len(set(asked(report).values())) > 1
+    assert len(set(targets(report).values())) > 1
     for layer in report.layers:
         pattern = NM(round(4 * (1 - layer.target_sparsity)), 4)
         groups = (model.get_submodule(layer.name).weight.view(-1, 4) != 0).sum(1)
@@ -255,31 +244,32 @@ def test_mixtures_give_every_layer_an_n_of_its_own(solver):
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
-def test_a_saved_mixture_says_what_each_layer_is(tmp_path, format):
+def test_saved_models_record_the_pattern_of_each_layer(tmp_path, format):
     model = uneven().bfloat16()
     pruner = prune(model, lam=1, **MIXED)
     pruner.save_pretrained(tmp_path / "saved", format=format)
-    found = verify(tmp_path / "saved")
-    assert found, found.table()
-    shares = asked(pruner.report)
-    assert {layer.name: layer.pattern for layer in found.layers} == {
+    verification = verify(tmp_path / "saved")
+    assert verification, verification.table()
+    shares = targets(pruner.report)
+    assert {layer.name: layer.pattern for layer in verification.layers} == {
         name: f"{round(4 * (1 - share))}:4" for name, share in shares.items()
     }
     assert_same(load_pruned(tmp_path / "saved"), weights(model))
     assert "a different n for each layer" in (tmp_path / "saved/README.md").read_text()
 
 
-def test_stacked_copies_go_by_their_own_patterns():
+def test_stacked_patterns_apply_to_their_copies():
     scores = torch.rand(12, 8)
     for patterns in ([Unstructured(s) for s in (0.2, 0.5, 0.9)], [NM(n, 4) for n in (3, 2, 1)]):
         keep = stacked(patterns).keep(scores)
         parts = zip(patterns, scores.chunk(3), strict=True)
-        assert torch.equal(keep, torch.cat([pattern.keep(some) for pattern, some in parts]))
+        assert torch.equal(keep, torch.cat([pattern.keep(chunk) for pattern, chunk in parts]))
     assert stacked([NM(1, 4), NM(1, 2)]) is None and stacked([Unstructured(0.5, exact=True)]) is None
 
 
-@pytest.mark.parametrize("solver", [solver for solver in SOLVERS if solver != "alps"])  # which takes SparseGPT's
-def test_trials_are_solves(solver):
+# ALPS uses the trials of SparseGPT.
+@pytest.mark.parametrize("solver", [solver for solver in SOLVERS if solver != "alps"])
+def test_trials_equal_single_solves(solver):
     torch.manual_seed(0)
     inputs = torch.randn(300, 32) * torch.rand(32)
     options = MoonshotConfig(solver=solver, sparsity=0.5)
@@ -288,12 +278,12 @@ def test_trials_are_solves(solver):
     if solve.objective.diagonal_only:
         objective = solve.objective.build(weight, inputs.square().sum(0), None, 0, 1.0)
     for patterns in ([Unstructured(s) for s in (0.2, 0.5, 0.9)], [NM(n, 4) for n in (3, 2, 1)]):
-        for pattern, found in zip(patterns, solve.trials(objective, patterns), strict=True):
-            torch.testing.assert_close(found, solve.solve(objective, pattern).weight, rtol=1e-4, atol=1e-5)
+        for pattern, trial in zip(patterns, solve.trials(objective, patterns), strict=True):
+            torch.testing.assert_close(trial, solve.solve(objective, pattern).weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (dict(pattern="n:4", sparsity=0.5), "pattern=.n:4.: .*add allocation='fisher'"),
         (dict(pattern="n:4", allocation="fisher"), "sparsity=None: pattern='n:4' needs one"),
@@ -302,15 +292,12 @@ def test_trials_are_solves(solver):
             "sparsity=0.8: .*at least 1 of every 4; give 0 to 0.75",
         ),
         (dict(pattern="n:1", sparsity=0, allocation="fisher"), "pattern=.n:1.: m must be at least 2"),
-        (
-            dict(pattern="2:4", allocation="fisher"),
-            "allocation=.fisher.: pattern=.2:4. has equal sparsity",
-        ),
+        (dict(pattern="2:4", allocation="fisher"), "allocation=.fisher.: pattern=.2:4. has equal sparsity"),
         (dict(sparsity=0.5, allocation={"mlp": "n:4"}), r"allocation\['mlp'\]='n:4': give a sparsity"),
     ],
 )
-def test_contradictions_are_errors(options, told):
-    with pytest.raises(MoonshotError, match=told):
+def test_contradictory_options_are_errors(options, message):
+    with pytest.raises(MoonshotError, match=message):
         MoonshotConfig(**options)
 
 
@@ -320,5 +307,5 @@ def test_magnitude_needs_data_to_allocate():
     with pytest.raises(MoonshotError, match="calibration=None: allocation='fisher' needs data"):
         MoonshotPruner(model, settings).prune(progress=False)
     report = MoonshotPruner(model, settings).prune(token_batches(), progress=False)
-    assert zeros(model, report) == round(0.6 * size(report))
+    assert zeros(model, report) == round(0.6 * total_size(report))
     assert dataclasses.replace(settings, sparsity=0.5).allocation == "fisher"

@@ -1,4 +1,4 @@
-"""Sparsity divided by curves of losses: the least sum, exact totals, no more than asked."""
+"""Sparsity divided by loss curves: minimal sum of losses, exact totals, budget never exceeded."""
 
 import itertools
 import random
@@ -11,25 +11,25 @@ KNOTS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985, 1.0)
 
 
 def curve(scale=1.0, power=3.0, size=1000):
-    """s^power times a scale, by its values at the knots."""
+    """scale · s^power, sampled at the knots."""
     return LossCurve(size, KNOTS, tuple(scale * knot**power for knot in KNOTS))
 
 
-def mean(found, curves):
-    return sum(found[name] * curves[name].size for name in curves) / sum(each.size for each in curves.values())
+def mean(sparsities, curves):
+    return sum(sparsities[name] * curves[name].size for name in curves) / sum(each.size for each in curves.values())
 
 
-def total(found, curves):
-    return sum(curves[name].values([sparsity])[0] for name, sparsity in found.items())
+def total(sparsities, curves):
+    return sum(curves[name].values([sparsity])[0] for name, sparsity in sparsities.items())
 
 
-def test_a_curve_goes_through_its_points_and_is_exponential_between_them():
-    known = curve()
-    assert known.values(KNOTS) == pytest.approx(known.losses, rel=1e-12)
-    low, middle, high = known.values([0.4, 0.5, 0.6])
+def test_a_curve_interpolates_its_points_exponentially():
+    cubic = curve()
+    assert cubic.values(KNOTS) == pytest.approx(cubic.losses, rel=1e-12)
+    low, middle, high = cubic.values([0.4, 0.5, 0.6])
     assert middle == pytest.approx((low * high) ** 0.5, rel=1e-12)
-    first, second = known.values([0.0, 0.1])
-    assert 0 < first < second < known.losses[0]
+    first, second = cubic.values([0.0, 0.1])
+    assert 0 < first < second < cubic.losses[0]
 
 
 @pytest.mark.parametrize("sparsity", [0, 0.02, 0.3, 0.5, 0.7, 0.8, 0.97, 0.99, 1])
@@ -40,36 +40,37 @@ def test_the_mean_over_the_weights_holds_within_the_bounds(sparsity):
             str(k): curve(choose.choice([0, 1e-6, 1, choose.random()]), choose.uniform(0.5, 9), choose.randint(1, 999))
             for k in range(choose.randint(1, 9))
         }
-        found = divide_sparsity(curves, sparsity)
-        assert mean(found, curves) == pytest.approx(sparsity, abs=1e-12)
+        sparsities = divide_sparsity(curves, sparsity)
+        assert mean(sparsities, curves) == pytest.approx(sparsity, abs=1e-12)
         low, high = bounds(sparsity)
-        assert all(low - 1e-12 <= value <= high + 1e-12 for value in found.values())
+        assert all(low - 1e-12 <= value <= high + 1e-12 for value in sparsities.values())
     assert bounds(sparsity)[0] <= sparsity <= bounds(sparsity)[1] <= 1
 
 
 @pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.8, 0.98])
-def test_curves_that_are_alike_get_the_same_sparsity(sparsity):
+def test_equal_curves_get_equal_sparsities(sparsity):
     curves = {str(k): curve() for k in range(5)}
     assert list(divide_sparsity(curves, sparsity).values()) == pytest.approx([sparsity] * 5, abs=1e-12)
-    sizes = {str(k): curve(size=size, scale=size) for k, size in enumerate((10, 1000, 77))}  # alike per weight
+    sizes = {str(k): curve(size=size, scale=size) for k, size in enumerate((10, 1000, 77))}  # equal losses per weight
     assert list(divide_sparsity(sizes, sparsity).values()) == pytest.approx([sparsity] * 3, abs=1e-9)
 
 
-def test_what_costs_more_loses_less():
+def test_sparsity_decreases_with_the_scale_of_the_loss():
     scales = [1e-3, 0.01, 0.3, 1, 1.5, 40]
-    found = divide_sparsity({str(scale): curve(scale) for scale in scales}, 0.7)
-    values = [found[str(scale)] for scale in scales]
+    sparsities = divide_sparsity({str(scale): curve(scale) for scale in scales}, 0.7)
+    values = [sparsities[str(scale)] for scale in scales]
     assert values == sorted(values, reverse=True) and values[0] > 0.9 and values[-1] < 0.6
 
 
-def test_a_matrix_that_costs_nothing_loses_the_most_that_is_allowed():
-    found = divide_sparsity({"dead": curve(0), "alive": curve(size=3000)}, 0.6)
-    assert found["dead"] == pytest.approx(bounds(0.6)[1])
-    assert mean(found, {"dead": curve(0), "alive": curve(size=3000)}) == pytest.approx(0.6)
+def test_a_matrix_without_loss_has_the_largest_allowed_sparsity():
+    curves = {"dead": curve(0), "alive": curve(size=3000)}
+    sparsities = divide_sparsity(curves, 0.6)
+    assert sparsities["dead"] == pytest.approx(bounds(0.6)[1])
+    assert mean(sparsities, curves) == pytest.approx(0.6)
     assert divide_sparsity({"a": curve(0), "b": curve(0)}, 0.6) == pytest.approx({"a": 0.6, "b": 0.6})
 
 
-def test_no_other_division_loses_less():
+def test_no_other_division_has_a_smaller_loss():
     choose = random.Random(1)
     for _ in range(5):
         curves = {str(k): curve(choose.uniform(0.1, 2), choose.uniform(2, 8), choose.randint(300, 900)) for k in "abc"}
@@ -84,8 +85,8 @@ def test_no_other_division_loses_less():
 
 
 def brute_force(losses, sizes, removed):
-    """The least sum of losses at which at least so much is removed."""
-    choices = itertools.product(*(range(len(found)) for found in losses.values()))
+    """The minimal sum of losses at which at least `removed` weights are removed."""
+    choices = itertools.product(*(range(len(curve)) for curve in losses.values()))
     return min(
         sum(losses[name][count] for name, count in zip(losses, counts, strict=True))
         for counts in choices
@@ -99,7 +100,7 @@ def convex(choose, steps):
 
 
 @pytest.mark.parametrize("m", [2, 4])
-def test_steps_of_convex_losses_are_the_best_there_are(m):
+def test_steps_of_convex_losses_are_optimal(m):
     choose = random.Random(m)
     for _ in range(50):
         losses = {str(k): convex(choose, m - 1) for k in range(4)}
@@ -113,7 +114,7 @@ def test_steps_of_convex_losses_are_the_best_there_are(m):
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_steps_of_any_losses_miss_the_best_by_no_more_than_one_pool_of_the_hull(equal):
+def test_steps_of_any_losses_are_optimal_up_to_one_edge_of_the_hull(equal):
     choose = random.Random(0)
     for _ in range(100):
         losses = {str(k): [0.0, *sorted(choose.random() for _ in range(3))] for k in range(4)}
@@ -124,12 +125,12 @@ def test_steps_of_any_losses_miss_the_best_by_no_more_than_one_pool_of_the_hull(
         room = [sizes[name] for name, count in taken.items() if count < 3]
         assert removed <= budget and all(size > budget - removed for size in room)
         lost = sum(losses[name][count] for name, count in taken.items())
-        steps = [after - before for found in losses.values() for before, after in itertools.pairwise(found)]
-        if equal:  # of a pool of three steps two may be filled by others
+        steps = [after - before for curve in losses.values() for before, after in itertools.pairwise(curve)]
+        if equal:  # two of the three steps of an edge may be replaced by steps of other layers
             assert lost <= brute_force(losses, sizes, removed) + 2 * max(steps)
 
 
-def test_no_budget_and_all_of_it():
+def test_budgets_of_zero_and_of_all_weights():
     losses = {"a": [0.0, 1.0, 2.0], "b": [0.0, 0.1, 5.0]}
     sizes = {"a": 5, "b": 7}
     assert divide_steps(losses, sizes, 0) == {"a": 0, "b": 0}

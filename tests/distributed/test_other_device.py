@@ -1,4 +1,4 @@
-"""No tensor is left on the host: runs on a device that refuses to mix give what they give there."""
+"""Runs on a device that refuses operands on the host give the results of the host."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ CASES = Path(__file__).parents[1] / "support" / "other_device_cases.py"
 
 @pytest.mark.slow
 def test_runs_on_another_device():
-    # A process of its own knows a device that others must not.
+    # In a separate process, because the simulated device must not be registered in this one.
     done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = list(map(json.loads, done.stdout.splitlines()))

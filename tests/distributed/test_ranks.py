@@ -1,4 +1,4 @@
-"""Several processes prune what one prunes, whatever their number; one that fails ends all, and nothing is lost."""
+"""Any number of processes gives the results of one; a process that fails ends all, and finished layers are kept."""
 
 import json
 import re
@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from models import make, token_batches
-from process_runs import DIED, ROOT, assert_alike, assert_same, close, environment, found_by
+from process_reports import assert_as_one_process
+from process_runs import DIED, ROOT, assert_alike, assert_same, environment, found_by
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
 FAILED = "rank 1 failed: no more of model.layers.0."
-STARVED = "experts, some starved"
-# Several processes have smaller caches each, and so more memory for statistics.
+UNDER_CALIBRATED = "experts, some starved"
+# Notes that depend on memory: with several processes each has smaller caches, and more memory for statistics.
 OF_MEMORY = {
     "rounds": None,
     "memories that differ": None,
@@ -37,93 +38,87 @@ OF_MEMORY = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """As `found_by`; "folder" → where the processes wrote."""
+    """The results of `found_by`, and "folder" → the output folder of the processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    found, told = found_by("ranks.py", folder)
+    results, stderr = found_by("ranks.py", folder)
     expected = {(size, rank) for size in (1, 2, 4) for rank in range(size)} | {("dying", 0), ("breaking", 0)}
     expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
-    assert found.keys() == expected, told
-    return {**found, "folder": folder}
+    assert results.keys() == expected, stderr
+    return {**results, "folder": folder}
 
 
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
-def test_they_prune_what_one_prunes(done, size, name):
-    found, expected = done[size, 0][name], done[1, 0][name]
-    assert_alike(found, expected)
-    said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
-    assert said["notes"].pop().startswith(f"{size} processes shared the samples and the layers")
-    if name in OF_MEMORY:
-        notes = said.pop("notes"), one.pop("notes")
-        wanted = OF_MEMORY[name]
-        assert wanted is None or all(any(wanted in note for note in each) for each in notes)
-    assert close(said, one)
+def test_several_processes_give_the_results_of_one(done, size, name):
+    shared, notes = assert_as_one_process(done[size, 0][name], done[1, 0][name], name not in OF_MEMORY)
+    assert shared.startswith(f"{size} processes shared the samples and the layers")
+    note = OF_MEMORY.get(name)
+    assert note is None or all(any(note in line for line in lines) for lines in notes)
 
 
-def test_some_experts_are_starved(done):
-    assert any("experts" in note and "read fewer than" in note for note in done[1, 0][STARVED]["said"]["notes"])
+def test_some_experts_are_under_calibrated(done):
+    assert any(
+        "experts" in note and "read fewer than" in note for note in done[1, 0][UNDER_CALIBRATED]["said"]["notes"]
+    )
 
 
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
-def test_all_have_the_same_model(done, size, name):
+def test_all_processes_have_the_same_model(done, size, name):
     for rank in range(1, size):
         assert_same(done[size, rank][name], done[size, 0][name])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_run_is_the_same_again(done, size):
+def test_a_run_is_reproducible(done, size):
     assert_same(done[size, 0]["again"], done[size, 0]["sparsegpt"])
 
 
-def test_who_fails_tells_the_others(done):
+def test_a_failure_is_reported_by_all_processes(done):
     assert [done[2, rank]["failure"].partition(": ")[0] for rank in range(2)] == ["RankFailed", "Deadly"]
     assert FAILED in done[2, 0]["failure"]
 
 
-def test_the_next_run_is_not_disturbed(done):
+def test_a_run_after_a_failure_is_unaffected(done):
     assert_same(done[2, 0]["after the failure"], done[2, 0]["sparsegpt"])
 
 
-def test_more_processes_go_on_where_fewer_failed(done):
+def test_more_processes_resume_the_run_of_fewer(done):
     resumed, kept = done[4, 0]["resumed"], done[2, 0]["files"]
-    assert 14 <= len(kept) < 21  # two blocks of three are done, and what the first process had of the last one
+    assert 14 <= len(kept) < 21  # two blocks of three, and the layers of the last one that the first process solved
     notes = resumed["said"]["notes"]
     assert notes[0] == f"{len(kept)} layers were taken over from an interrupted run"
     for rank in range(1, 4):
         assert_same(done[4, rank]["resumed"], resumed)
-    undisturbed = done[1, 0]["six samples"]
-    for name, tensor in undisturbed["weights"].items():
-        assert torch.equal(resumed["weights"][name] == 0, tensor == 0)
-        torch.testing.assert_close(resumed["weights"][name], tensor, rtol=1e-3, atol=2e-5)
+    assert_alike(resumed, done[1, 0]["six samples"])
 
 
 @pytest.mark.parametrize("name", ["pass", "solver", "moving on", "experts", "recovery"])
-def test_who_is_out_of_memory_leaves_nobody_waiting(done, name):
+def test_a_process_out_of_memory_blocks_no_other(done, name):
     case = {"experts": "more processes than experts", "recovery": "recovery"}.get(name, "sparsegpt")
-    found, other = (done[2, rank]["crowded"][name] for rank in range(2))
-    assert_same(found, other)
+    result, other = (done[2, rank]["crowded"][name] for rank in range(2))
+    assert_same(result, other)
     for key, tensor in done[1, 0][case]["weights"].items():
-        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-2, atol=1e-3)
-    notes = [note for note in found["said"]["notes"] if "out of memory on cpu " in note]
+        assert torch.equal(result["weights"][key] == 0, tensor == 0), key
+        torch.testing.assert_close(result["weights"][key], tensor, rtol=1e-2, atol=1e-3)
+    notes = [note for note in result["said"]["notes"] if "out of memory on cpu " in note]
     alone = {"solver": "rank 1: ", "recovery": "rank 0: "}.get(name, "")
     assert any(note.startswith(f"{alone}out of memory") for note in notes)
     assert len(notes) == len({note.partition("out of memory")[2] for note in notes})
 
 
-def test_who_is_always_out_of_memory_ends_all(done):
+def test_a_process_always_out_of_memory_ends_all(done):
     for rank in range(2):
         assert "out of device memory: lower max_memory" in done[2, rank]["crowded"]["always"]
 
 
-def test_who_dies_is_named(done):
+def test_the_error_names_the_dead_process(done):
     assert done["dying", 0] == {"killed": f"RankFailed: {DIED}"}
 
 
-def test_who_dies_in_a_transfer_is_named(done):
+def test_the_error_names_the_process_that_died_in_a_transfer(done):
     assert done["breaking", 0] == {"broken": f"RankFailed: {DIED}"}
 
 
-def test_processes_that_do_not_belong_together_say_so(done):
+def test_different_configurations_are_an_error(done):
     assert "the configuration of rank 0 differs from that of rank 1" in done[2, 0]["differing"]
 
 
@@ -136,13 +131,13 @@ def test_samples_are_divided_in_order(size, count):
     assert [sample for part in parts for sample in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     divided = [samples_between(batches, part.start, part.stop) for part in parts]
-    assert [sum(map(batch_size, own)) for own in divided] == list(map(len, parts))
-    samples = torch.cat([batch["input_ids"] for own in divided for batch in own])
+    assert [sum(map(batch_size, shard)) for shard in divided] == list(map(len, parts))
+    samples = torch.cat([batch["input_ids"] for shard in divided for batch in shard])
     assert torch.equal(samples, torch.cat([batch["input_ids"] for batch in batches]))
 
 
 class Counted(InputStatistic):
-    """Of a user's, written for one process."""
+    """A statistic of a user without support for several processes."""
 
     def add(self, inputs, groups):
         pass
@@ -178,28 +173,29 @@ def test_a_command_writes_and_prints_once(done):
     assert not (done["folder"] / "sweep.partial").exists()
 
 
-def test_a_command_that_fails_says_so_once(done):
+def test_a_command_that_fails_prints_one_error(done):
     assert [done["fails", rank]["status"] for rank in range(2)] == [1, 1]
-    said = [line for rank in range(2) for line in done["fails", rank]["err"].splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and re.match(r"error: rank \d failed: --targets", said[0])
+    lines = [line for rank in range(2) for line in done["fails", rank]["err"].splitlines()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and re.match(r"error: rank \d failed: --targets", errors[0])
 
 
-def test_a_command_for_one_process_refuses_others(done):
+def test_a_command_for_one_process_refuses_several(done):
     assert [done["convert", rank]["status"] for rank in range(2)] == [2, 2]
     assert done["convert", 0]["err"].startswith("error: 2 processes: this command runs in one; ")
     assert done["convert", 1]["err"] == ""
 
 
 def test_the_guide_has_the_figures_of_the_benchmark():
-    found = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
+    results = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
     guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    for row in found["rows"]:
-        one = next(each for each in found["rows"] if each["run"] == row["run"] and each["processes"] == 1)
+    for row in results["rows"]:
+        one = next(each for each in results["rows"] if each["run"] == row["run"] and each["processes"] == 1)
         more = row["processor_seconds"] / one["processor_seconds"] - 1
         overhead = "" if row is one else f"{more:.0%}"
         figures = f"{row['seconds']:.1f} | {row['processor_seconds']:.1f} | {overhead}"
         assert f"| {row['run']} | {row['processes']} | {figures} |".replace("|  |", "| |") in guide
-        alike = 0.99998 if row["run"].startswith("obc") else 0.99999  # where OBC's next choices follow from a tie
+        alike = 0.99998 if row["run"].startswith("obc") else 0.99999  # a tie changes the later choices of OBC
         assert row["share_of_the_mask_that_is_the_first"] > alike
 
 

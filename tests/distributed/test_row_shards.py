@@ -1,4 +1,4 @@
-"""Processes that divide matrices by their rows prune what one prunes, and stop together."""
+"""Processes that shard matrices by rows give the results of one process, and stop together."""
 
 import dataclasses
 import re
@@ -6,8 +6,10 @@ from math import inf
 
 import pytest
 import torch
+from memory_failures import MESSAGE
 from objectives import full
-from process_runs import DIED, assert_alike, assert_same, close, found_by
+from process_reports import assert_as_one_process
+from process_runs import DIED, assert_alike, assert_same, found_by
 from row_shards import CASES, FEW, SIZES
 from torch import nn
 
@@ -31,7 +33,7 @@ from optimum_moonshot.solvers import make_solver
 
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
 MEMORY = "chunks of rows, for the sake of memory"
-# Expressions for the layers that are not divided by their rows.
+# Expressions that match the layers without row shards.
 WHOLE = {
     "convolutions": "grouped|depthwise",
     "experts beside it": "experts",
@@ -42,28 +44,23 @@ WHOLE = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """As `found_by`; ("dying", rank) → what the others say of one that died."""
-    found, told = found_by("row_shards.py", tmp_path_factory.mktemp("rows"))
+    """The results of `found_by`; ("dying", rank) → the error of a process after another one died."""
+    results, stderr = found_by("row_shards.py", tmp_path_factory.mktemp("rows"))
     expected = {(size, rank) for size in SIZES for rank in range(size)} | {("dying", 0), ("dying", 2)}
-    assert found.keys() == expected, told
-    return found
+    assert results.keys() == expected, stderr
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
-def test_they_prune_what_one_prunes(done, size, name):
-    found, expected = done[size, 0][name], done[1, 0][name]
-    assert_alike(found, expected)
-    said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
-    assert said["notes"].pop() == f"{size} processes shared the samples and the layers"
-    if name == "too large for one":
-        del said["notes"], one["notes"]
-    assert close(said, one)
+def test_several_processes_give_the_results_of_one(done, size, name):
+    shared, _ = assert_as_one_process(done[size, 0][name], done[1, 0][name], name != "too large for one")
+    assert shared == f"{size} processes shared the samples and the layers"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
-def test_all_have_the_same_model(done, size, name):
+def test_all_processes_have_the_same_model(done, size, name):
     for rank in range(1, size):
         assert_same(done[size, rank][name], done[size, 0][name])
         assert done[size, rank][name]["divided"] == done[size, 0][name]["divided"]
@@ -71,7 +68,7 @@ def test_all_have_the_same_model(done, size, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
-def test_the_rows_were_divided(done, size, name):
+def test_layers_are_sharded_by_rows(done, size, name):
     layers, divided = done[size, 0][name]["said"]["layers"], done[size, 0][name]["divided"]
     whole = {layer for layer in layers if layer not in divided}
     if name == "too large for one":
@@ -81,13 +78,13 @@ def test_the_rows_were_divided(done, size, name):
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_again(done):
+def test_a_run_is_reproducible(done):
     assert_same(done[2, 0]["again"], done[2, 0]["sparsegpt"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["damping that rises early, fewer samples than processes", "damping that rises late"])
-def test_all_take_the_largest_damping(done, name):
+def test_all_processes_use_the_largest_damping(done, name):
     for *_, damping, _, _, _, _, _, _, _, notes in done[2, 0][name]["said"]["layers"].values():
         assert damping == 0.1 and notes == ("damping raised from 0.01 to 0.1",)
 
@@ -100,52 +97,50 @@ def test_more_processes_need_fewer_chunks_of_rows(done):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank", "minimise"])
-def test_who_is_out_of_memory_between_two_exchanges_tries_again(done, name):
-    found, other = (done[2, rank][name] for rank in range(2))
-    assert_same(found, other)
-    assert any(note.startswith("rank 1: out of memory on cpu") for note in found["said"]["notes"])
-    assert {key: tensor.tolist() for key, tensor in found["weights"].items()} == {
+def test_a_process_out_of_memory_between_collectives_retries(done, name):
+    result, other = (done[2, rank][name] for rank in range(2))
+    assert_same(result, other)
+    assert any(note.startswith("rank 1: out of memory on cpu") for note in result["said"]["notes"])
+    assert {key: tensor.tolist() for key, tensor in result["weights"].items()} == {
         key: tensor.tolist() for key, tensor in done[2, 0]["cap"]["weights"].items()
     }
 
 
 @pytest.mark.slow
-def test_who_fails_ends_all_with_one_line(done):
-    full = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
+def test_a_failure_ends_all_processes_with_one_message(done):
     assert [done[2, rank]["in the middle"] for rank in range(2)] == [
-        f"RankFailed: rank 1 failed: {full}",
-        f"MoonshotError: {full}",
+        f"RankFailed: rank 1 failed: {MESSAGE}",
+        f"MoonshotError: {MESSAGE}",
     ]
     for rank in range(2):
-        said = done[2, rank]["singular"]
-        assert said.startswith("FactorizationError: model.layers.2.") and "at any damping of [0.01, 0.1, 1.0]" in said
+        error = done[2, rank]["singular"]
+        assert error.startswith("FactorizationError: model.layers.2.")
+        assert "at any damping of [0.01, 0.1, 1.0]" in error
     assert done[2, 0]["failure"].startswith("RankFailed: rank 1 failed: no more of model.layers.1.")
     for rank in (0, 2):
         assert done["dying", rank] == {"killed": f"RankFailed: {DIED}"}
 
 
 @pytest.mark.slow
-def test_more_processes_go_on_where_fewer_failed(done):
+def test_more_processes_resume_the_run_of_fewer(done):
     resumed = done[3, 0]["resumed"]
     assert resumed["said"]["notes"][0] == "7 layers were taken over from an interrupted run"
     for rank in (1, 2):
         assert_same(done[3, rank]["resumed"], resumed)
-    for name, tensor in done[1, 0]["six samples"]["weights"].items():
-        assert torch.equal(resumed["weights"][name] == 0, tensor == 0)
-        torch.testing.assert_close(resumed["weights"][name], tensor, rtol=1e-3, atol=2e-5)
+    assert_alike(resumed, done[1, 0]["six samples"])
 
 
 def linear(d_out, d_in):
     return LinearLayer("layer", (nn.Linear(d_in, d_out),), False)
 
 
-def test_pieces_are_divided_where_some_would_wait():
-    assert divide([1.0, 1.0], [0.5, 0.5], 2) == [0, 1]  # nobody waits
+def test_layers_are_sharded_where_processes_would_wait():
+    assert divide([1.0, 1.0], [0.5, 0.5], 2) == [0, 1]  # no process waits
     assert divide([3.0, 1.0, 1.0], [1.5, 0.5, 0.5], 2) == [None, 0, 1]
     assert divide([3.0, 1.0, 1.0], [None, None, None], 2) == assign([3.0, 1.0, 1.0], 2) == [0, 1, 1]
     assert divide([1.0], [0.25], 4) == [None]
-    assert divide([5.0, 5.0], [5 / 3, 5 / 3], 3) == [None, None]  # one alone makes it worse
-    assert divide([1.0, 1.0], [0.9, 0.9], 4) == [0, 1]  # what all do besides is most of it
+    assert divide([5.0, 5.0], [5 / 3, 5 / 3], 3) == [None, None]  # one shared layer alone is slower
+    assert divide([1.0, 1.0], [0.9, 0.9], 4) == [0, 1]  # most of the cost is repeated in every process
     assert divide([1.05, 1.0], [0.525, 0.5], 2) == [0, 1]  # costs are estimates
     assert divide([inf, 1.0, 1.0], [5.0, 0.25, None], 4)[0] is None  # too large for one
     assert divide([], [], 2) == []
@@ -153,7 +148,7 @@ def test_pieces_are_divided_where_some_would_wait():
 
 @pytest.mark.parametrize("samples", [3, 40])
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_rows_apart_are_the_rows_together(samples, lam):
+def test_solving_rows_separately_equals_solving_them_together(samples, lam):
     torch.manual_seed(0)
     weight, inputs, gradients = torch.randn(9, 16), torch.randn(16, 50), torch.randn(samples, 9, 16)
     gradients, gram, sparsegpt = None if lam == 1 else gradients, inputs @ inputs.mT, make_solver("sparsegpt", {})
@@ -170,20 +165,20 @@ def test_rows_apart_are_the_rows_together(samples, lam):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_row_has_a_process(size):
+def test_every_row_belongs_to_one_process(size):
     layer = linear(10, 4)
     rows = [row for part in rows_of_processes(layer, size) for row in range(10)[part]]
     assert rows == list(range(10))
 
 
-def test_what_is_divided():
+def test_which_layers_are_sharded():
     layer, half = linear(256, 256), [Unstructured(0.5)]
 
     def is_divisible(layer, solver, patterns, processes=4):
         return shards_rows(layer, StatisticsSpec(solver, {layer.name: patterns}, {layer.name: 1.0}, 0), processes)
 
-    able = {name: is_divisible(layer, make_solver(name, {}), half) for name in ("obc", "cap", "sparsegpt")}
-    assert able == dict.fromkeys(able, True)
+    divisible = {name: is_divisible(layer, make_solver(name, {}), half) for name in ("obc", "cap", "sparsegpt")}
+    assert divisible == dict.fromkeys(divisible, True)
     sparsegpt = make_solver("sparsegpt", {})
     assert is_divisible(layer, sparsegpt, [NM(2, 4), Unstructured(0.5)])
     assert not is_divisible(layer, make_solver("alps", {}), half)  # scales of all rows
@@ -199,8 +194,8 @@ def test_what_is_divided():
     ("size", "room", "rounds", "divided"),
     [(4, 68, 1, False), (4, 18, 2, False), (4, 16, 4, True), (3, 16, 4, True), (2, 16, 4, False)],
 )
-def test_what_is_too_large_for_one_process_is_divided(size, room, rounds, divided):
-    """With 16 samples each of four equal matrices has 17 times its bytes; divided by four processes 9 times."""
+def test_layers_too_large_for_one_process_are_sharded(size, room, rounds, divided):
+    """With 16 samples each of four equal matrices needs 17 times its size; sharded between four processes, 9 times."""
     memory, layer = 2 * room * 4 * 256**2, linear(256, 256)
     layers = [dataclasses.replace(layer, name=name) for name in "abcd"]
     patterns, lams = dict.fromkeys("abcd", [Unstructured(0.5)]), dict.fromkeys("abcd", 0.5)
@@ -212,8 +207,8 @@ def test_what_is_too_large_for_one_process_is_divided(size, room, rounds, divide
     assert divided or sorted(owners) == ([0, 1, 2, 3] if size == 4 else [0, 0, 1, 1])
 
 
-def test_a_factor_of_all_rows_is_no_share():
-    """At λ = 1 SparseGPT's time is the factorisation, which every process would do."""
+def test_sharding_does_not_reduce_the_cost_of_a_common_factorisation():
+    """At λ = 1 most of the time of SparseGPT is the factorisation, which every process repeats."""
     layer, patterns, sparsegpt = linear(256, 256), [NM(2, 4)], make_solver("sparsegpt", {})
     whole, part = (solving_cost(sparsegpt, layer, patterns, 0, processes) for processes in (1, 4))
     assert part > whole / 2
@@ -221,32 +216,32 @@ def test_a_factor_of_all_rows_is_no_share():
     assert part == whole / 4
 
 
-def test_one_elimination_is_counted_once():
+def test_a_shared_elimination_is_counted_once():
     layer, several = linear(8, 8), [Unstructured(0.5), Unstructured(0.75), NM(2, 4)]
     cost = {name: solving_cost(make_solver(name, {}), layer, several) for name in ("obc", "sparsegpt")}
     each = {name: solving_cost(make_solver(name, {}), layer, several[:1]) for name in cost}
     assert cost["obc"] == 2 * each["obc"] and cost["sparsegpt"] == 3 * each["sparsegpt"]
 
 
-def test_the_losses_of_parts_add_up():
+def test_the_losses_of_shards_are_summed():
     assert total_losses([RelativeLoss(0.25, None, 0.25), RelativeLoss(0.5, None, 0.5)]) == (0.75, None, 0.75)
     assert total_losses([RelativeLoss(0.25, 1.0, 0.5), RelativeLoss(0.5, 2.0, 0.25)]) == (0.75, 3.0, 0.75)
 
 
-def test_a_piece_is_done_again_with_smaller_slices():
+def test_a_retry_halves_the_slices():
     backoff, seen = Backoff(Storage(torch.device("cpu"))), []
 
     def work():
         seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"), backoff.limit)))
         if seen[-1] < 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return "found"
+        return "result"
 
-    assert backoff.piece("layer", work) == "found" and seen == [1, 2, 4]
+    assert backoff.piece("layer", work) == "result" and seen == [1, 2, 4]
     seen.clear()
     with pytest.raises(torch.OutOfMemoryError):
         backoff.piece("layer", lambda: seen.append(1) or crowded())
-    assert len(seen) == 2  # there are no slices: once more
+    assert len(seen) == 2  # without slices there is one retry
 
 
 def crowded():

@@ -1,4 +1,4 @@
-"""Block-by-block statistics against the slow truth: one full autograd pass per sample, one hook per layer."""
+"""Statistics of the block pipeline against a slow reference: one autograd pass per sample, one hook per layer."""
 
 import pytest
 import torch
@@ -18,43 +18,43 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False):
     structure = find_structure(model, ignore=("experts",) if type(model).__name__.startswith("Mixtral") else ())
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
     storage = Storage(torch.device("cpu"))
-    found = {}
+    statistics = {}
     with frozen(model):
         if whole:
             stages = FullModelPipeline(model, structure.blocks, batches, gradients, None, tuple(structure.layers()))
         else:
             stages = BlockPipeline(model, structure.blocks, batches, gradients, None, storage)
         for stage in stages:
-            wanted = {layer.name for layer in stage.layers} if gradients else set()
-            with Observer(list(stage.layers), diagonal, wanted, samples, storage) as observer:
+            differentiated = {layer.name for layer in stage.layers} if gradients else set()
+            with Observer(list(stage.layers), diagonal, differentiated, samples, storage) as observer:
                 stage.observe(observer, True)
             for layer in stage.layers:
-                found[layer.name] = observer.take(layer)
-    return structure, found
+                statistics[layer.name] = observer.take(layer)
+    return structure, statistics
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", CHAINS)
-def test_chain_gives_the_statistics_of_the_whole_model(name, padded):
+def test_sequential_blocks_have_the_statistics_of_the_whole_model(name, padded):
     model = make(name)
     batches = batches_for(name, padded=padded)
-    structure, found = gather(model, batches)
+    structure, statistics = gather(model, batches)
     grams, gradients = slow_statistics(model, list(structure.layers()), batches)
     for layer in structure.layers():
-        assert close(found[layer.name].inputs, grams[layer.name]), layer.name
-        assert close(found[layer.name].gradients.gradients, gradients[layer.name]), layer.name
+        assert close(statistics[layer.name].inputs, grams[layer.name]), layer.name
+        assert close(statistics[layer.name].gradients.gradients, gradients[layer.name]), layer.name
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_convolutions_have_the_statistics_of_their_patches(name, monkeypatch):
     model, batches = make(name), image_batches()
-    structure, found = gather(model, batches, whole=True)
+    structure, statistics = gather(model, batches, whole=True)
     layers = list(structure.layers())
     grams, gradients = slow_statistics(model, layers, batches)
     assert any(layer.groups > 1 for layer in layers) == (name in ("convnext", "convnet"))
     for layer in layers:
-        assert close(found[layer.name].inputs, grams[layer.name]), layer.name
-        assert close(found[layer.name].gradients.gradients, gradients[layer.name]), layer.name
+        assert close(statistics[layer.name].inputs, grams[layer.name]), layer.name
+        assert close(statistics[layer.name].gradients.gradients, gradients[layer.name]), layer.name
     for limit in (1, 2 * 4 * 8 * 9 * 40):  # one output row at a time, and a few
         monkeypatch.setattr(layer_kinds, "STRIP_BYTES", limit)
         _, sliced = gather(model, batches, whole=True)
@@ -67,7 +67,7 @@ def test_convolutions_have_the_statistics_of_their_patches(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
-def test_stages_are_no_chain(name):
+def test_convolutional_stages_are_not_sequential(name):
     model = make(name)
     blocks = find_structure(model).blocks
     with frozen(model):
@@ -78,9 +78,9 @@ def test_stages_are_no_chain(name):
 def test_lambda_one_gives_the_same_gram_matrices_without_gradients(name):
     model = make(name)
     batches = batches_for(name, padded=True)
-    _, found = gather(model, batches, gradients=False)
+    _, without_gradients = gather(model, batches, gradients=False)
     _, with_gradients = gather(model, batches)
-    for layer, statistics in found.items():
+    for layer, statistics in without_gradients.items():
         assert statistics.gradients is None
         assert close(statistics.inputs, with_gradients[layer].inputs)
 
@@ -96,14 +96,14 @@ def test_diagonal_statistics_are_the_squares(whole):
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains_are_recognised(name):
+def test_sequential_blocks_are_recognised(name):
     model = make(name)
     batch = batches_for(name)[0]
     with frozen(model):
         assert is_sequential(model, find_structure(model).blocks, batch, True, None)
 
 
-def test_a_side_path_around_a_block_is_no_chain():
+def test_blocks_with_a_side_path_are_not_sequential():
     model = make("llama")
     layers = model.model.layers
     skipped = {}

@@ -1,7 +1,8 @@
-"""A run that fails, or is killed: the model stays as it was, the message names the cause, and work is not lost."""
+"""A run that fails or is killed leaves the model unchanged, names the cause, and can be resumed."""
 
 import pytest
 import torch
+from failing_calls import FailingCalls
 from llama_runs import assert_same, config, prune, weights
 from models import make, token_batches
 from torch import nn
@@ -17,13 +18,13 @@ class Boom(Exception):
 
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["capture", "backward", "solve", "commit"])
-def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
+def test_a_failure_leaves_the_model_unchanged(error, place, monkeypatch):
     model = make("llama").train()
     model.model.layers[1].eval()
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     before, modes = weights(model), [module.training for module in model.modules()]
-    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
     countdown = [5]
 
     def fail_later(original):
@@ -65,7 +66,7 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
     monkeypatch.undo()
     assert_same(model, before)
     assert [module.training for module in model.modules()] == modes
-    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
     assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
     assert sum(parameter.grad is not None for parameter in model.parameters()) == 1
     for module in model.modules():
@@ -73,7 +74,7 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
     assert not hasattr(model.config, "moonshot")
 
 
-def test_success_leaves_modes_gradients_and_hooks_as_they_were():
+def test_a_run_restores_modes_gradients_and_hooks():
     model = make("llama").train()
     prune(model)
     assert all(module.training for module in model.modules())
@@ -81,32 +82,24 @@ def test_success_leaves_modes_gradients_and_hooks_as_they_were():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_under_no_grad_it_works_and_under_inference_mode_it_says_so():
+def test_no_grad_is_supported_and_inference_mode_is_an_error():
     with torch.no_grad():
         assert prune(make("llama")).report.sparsity == 0.5
     with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
         prune(make("llama"))
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_killed_run_resumes_at_its_first_unsolved_layer(tmp_path, monkeypatch):
     whole, resumed = make("llama"), make("llama")
     prune(whole)
-    original, count = SparseGPT.solve, [0]
-
-    def die(self, objective, pattern):
-        count[0] += 1
-        if count[0] == 11:
-            raise Boom
-        return original(self, objective, pattern)
-
-    monkeypatch.setattr(SparseGPT, "solve", die)
+    solve = FailingCalls(monkeypatch, (SparseGPT, "solve"), {10}, Boom())
     folder = tmp_path / "partial"
     with pytest.raises(Boom):
         MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
     assert len(list(folder.glob("layers/*.safetensors"))) == 10
     pruner = MoonshotPruner(resumed, config())
     report = pruner.prune(token_batches(), progress=False, resume_dir=folder)
-    assert count[0] == 11 + 21 - 10
+    assert solve.calls == 11 + 21 - 10
     assert any("10 layers were taken over" in note for note in report.notes)
     assert_same(resumed, weights(whole))
     assert len(list(folder.glob("layers/*.safetensors"))) == 21
@@ -114,24 +107,22 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
-    original = SparseGPT.solve
-    monkeypatch.setattr(SparseGPT, "solve", lambda *args: (_ for _ in ()).throw(Boom()))
+def test_results_of_other_settings_are_discarded(tmp_path, monkeypatch):
     folder = tmp_path / "partial"
-    with pytest.raises(Boom):
+    with monkeypatch.context() as patch, pytest.raises(Boom):
+        FailingCalls(patch, (SparseGPT, "solve"), None, Boom())
         MoonshotPruner(make("llama"), config()).prune(token_batches(), progress=False, resume_dir=folder)
-    monkeypatch.setattr(SparseGPT, "solve", original)
     model, other = make("llama"), make("llama")
     report = MoonshotPruner(model, config(lam=0.5)).prune(token_batches(), progress=False, resume_dir=folder)
     assert any("discarded" in note for note in report.notes)
     prune(other, lam=0.5)
     assert_same(model, weights(other))
-    (tmp_path / "mine.txt").write_text("precious")
+    (tmp_path / "other.txt").write_text("precious")
     with pytest.raises(MoonshotError, match="resume_dir.*contains other files"):
         MoonshotPruner(make("llama"), config()).prune(token_batches(), resume_dir=tmp_path)
 
 
-def test_a_full_disk_ends_the_run_with_a_clear_error(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_of_the_resume_folder(tmp_path, monkeypatch):
     from safetensors import SafetensorError
 
     from optimum_moonshot.results import run_folder as results

@@ -1,4 +1,4 @@
-"""Statistics on the pruned prefix, against the same model with its first blocks literally pruned."""
+"""Statistics on the pruned prefix, against a model whose first blocks are pruned."""
 
 import copy
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 import transformers as hf
 from blockwise_statistics import CHAINS, CONVOLUTIONAL, batches_for, close, slow_statistics
+from failing_calls import FailingCalls
 from llama_runs import assert_same, config, prune, weights
 from models import CAUSAL, EDGE, image_batches, make, token_batches
+from report_totals import target_zeros, total_size
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
@@ -28,42 +30,42 @@ class Boom(Exception):
 
 
 def masked(layer):
-    """A pruned weight that differs from the dense one clearly and the same way every time."""
+    """A deterministic pruned weight that differs clearly from the dense one."""
     generator = torch.Generator().manual_seed(layer.shape[0] + len(layer.name))
     return layer.matrix * (torch.rand(layer.shape, generator=generator) < 0.5)
 
 
 def gather(model, batches, gradients=True, targets=None):
-    """{layer: statistics}, and the passes, with every layer "pruned" by `masked` once its step is over."""
+    """{layer: statistics}, the pipeline and the pruned weights; `masked` "prunes" each layer after its stage."""
     structure, storage = find_structure(model, targets), Storage(torch.device("cpu"))
     pruned = {layer.name: masked(layer) for layer in structure.layers()}
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
-    found = {}
+    statistics = {}
     passes = RecomputePipeline(
         model, structure, batches, None, storage, lambda layer: pruned[layer.name], shorten(batches[0]), gradients
     )
     with frozen(model):
         for step in passes:
-            wanted = {layer.name for layer in step.layers} if gradients else set()
-            with Observer(list(step.layers), False, wanted, samples, storage) as observer:
+            differentiated = {layer.name for layer in step.layers} if gradients else set()
+            with Observer(list(step.layers), False, differentiated, samples, storage) as observer:
                 step.observe(observer, True)
-            found |= {layer.name: observer.take(layer) for layer in step.layers}
+            statistics |= {layer.name: observer.take(layer) for layer in step.layers}
             step.advance()
-    return found, passes, pruned
+    return statistics, passes, pruned
 
 
 def check(model, batches, gradients=True, targets=None):
     before = weights(model)
-    found, passes, pruned = gather(model, batches, gradients, targets)
+    statistics, passes, pruned = gather(model, batches, gradients, targets)
     assert_same(model, before)
-    literal = copy.deepcopy(model)
-    structure = find_structure(literal, targets)
+    reference = copy.deepcopy(model)
+    structure = find_structure(reference, targets)
     stages = [block.layers for block in structure.blocks if block.layers] + [(layer,) for layer in structure.outside]
     for layers in stages:
-        grams, samples = slow_statistics(literal, list(layers), batches)
+        grams, samples = slow_statistics(reference, list(layers), batches)
         for layer in layers:
-            assert close(found[layer.name].inputs, grams[layer.name]), layer.name
-            fisher = found[layer.name].gradients
+            assert close(statistics[layer.name].inputs, grams[layer.name]), layer.name
+            fisher = statistics[layer.name].gradients
             assert (fisher is not None) == gradients
             assert fisher is None or close(fisher.gradients, samples[layer.name])
         for layer in layers:
@@ -73,11 +75,11 @@ def check(model, batches, gradients=True, targets=None):
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("name", [*CHAINS])
-def test_they_are_those_of_a_model_whose_prefix_is_pruned(name, gradients):
+def test_statistics_are_those_of_a_model_whose_prefix_is_pruned(name, gradients):
     batches = batches_for(name, padded=True) if name in CAUSAL else batches_for(name)
-    targets = ("self_attn",) if name == "mixtral" else None  # experts want one sample at a time
+    targets = ("self_attn",) if name == "mixtral" else None  # experts need batches of one sample
     passes = check(make(name), batches, gradients, targets)
-    # 3 blocks, whose pruned selves give the next one's inputs; with gradients it and those behind it run twice.
+    # Pruned blocks give the inputs of the next one; with gradients, each of the 3 blocks and the later ones run twice.
     counts = (2 * (3 + 2 + 1) + 2, 3 + 2 + 1) if gradients else (3 + 2, 0)
     assert (passes.forward, passes.backward, passes.whole) == (*counts, 0)
 
@@ -93,7 +95,7 @@ def test_masked_language_models_at_lambda_one(name):
     assert (passes.whole > 0) == (name == "albert")
 
 
-def test_a_block_that_hands_more_than_its_hidden_state_to_the_next_is_never_skipped():
+def test_a_block_with_more_outputs_than_its_hidden_state_is_never_skipped():
     torch.manual_seed(0)
     model = hf.T5ForTokenClassification(hf.T5Config(**SHARED, num_labels=96)).eval()
     batches = token_batches(padded=True)
@@ -107,7 +109,7 @@ def test_a_block_that_hands_more_than_its_hidden_state_to_the_next_is_never_skip
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
-def test_what_is_no_chain_runs_as_a_whole(name, gradients):
+def test_non_sequential_models_run_as_a_whole(name, gradients):
     model = make(name)
     passes = check(model, image_batches(), gradients)
     structure = find_structure(model)
@@ -127,7 +129,7 @@ def test_every_architecture(name, lam):
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda"])
 @pytest.mark.parametrize("lam", [1.0, 0.5])
-def test_one_block_is_as_in_one_shot_and_later_ones_are_not(solver, lam):
+def test_recomputation_changes_later_blocks_only(solver, lam):
     once, again = make("llama"), make("llama")
     prune(once, solver=solver, lam=lam, targets=[r"layers\.0\."])
     prune(again, solver=solver, lam=lam, targets=[r"layers\.0\."], recompute=True)
@@ -140,7 +142,7 @@ def test_one_block_is_as_in_one_shot_and_later_ones_are_not(solver, lam):
     assert not torch.allclose(again.state_dict()[name], once.state_dict()[name], atol=1e-3)
 
 
-def test_it_is_what_pruning_one_block_after_the_other_does():
+def test_recomputation_equals_pruning_one_block_after_the_other():
     whole, stepwise = make("gpt2"), make("gpt2")
     prune(whole, recompute=True, lam=1)
     for k in range(3):
@@ -149,18 +151,18 @@ def test_it_is_what_pruning_one_block_after_the_other_does():
         torch.testing.assert_close(tensor, stepwise.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_before_the_block_is_not_computed_again():
+def test_blocks_before_the_current_one_do_not_run_again():
     model = make("llama")
     calls = [0, 0, 0]
     for k, block in enumerate(model.model.layers):
 
         def count(_, args, output, k=k):
-            calls[k] += output.shape[:2] == (2, 12)  # not the small samples that try the chain
+            calls[k] += output.shape[:2] == (2, 12)  # excludes the small samples of the probe
 
         block.input_layernorm.register_forward_hook(count)
     prune(model, recompute=True, lam=0.9, batch_size=2)
-    asked = 1  # which sample is whose, of one batch of two
-    assert calls == [3 * (2 + 1) + asked, 3 * (2 * 2 + 1) + asked, 3 * 3 * 2 + asked]
+    probe = 1  # one batch of two, to separate its samples
+    assert calls == [3 * (2 + 1) + probe, 3 * (2 * 2 + 1) + probe, 3 * 3 * 2 + probe]
     calls[:] = [0, 0, 0]
     prune(model, recompute=True, lam=1)
     assert calls == [3 * 2, 3 * 2, 3]
@@ -186,7 +188,7 @@ def assert_close(model, other):
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.9])
-def test_runs_repeat_bit_for_bit(lam):
+def test_runs_are_reproducible_bit_for_bit(lam):
     first, second = make("llama"), make("llama")
     prune(first, recompute=True, lam=lam)
     prune(second, recompute=True, lam=lam)
@@ -194,29 +196,21 @@ def test_runs_repeat_bit_for_bit(lam):
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.9])
-@pytest.mark.parametrize("died_at", [1, 7, 8, 17])
-def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch, died_at, lam):
+@pytest.mark.parametrize("solved", [0, 6, 7, 16])
+def test_a_killed_run_resumes_at_its_first_unsolved_layer(tmp_path, monkeypatch, solved, lam):
     whole, resumed = make("llama"), make("llama")
     prune(whole, recompute=True, lam=lam)
-    original, count = SparseGPT.solve, [0]
-
-    def die(self, objective, pattern):
-        count[0] += 1
-        if count[0] == died_at:
-            raise Boom
-        return original(self, objective, pattern)
-
-    monkeypatch.setattr(SparseGPT, "solve", die)
+    solve = FailingCalls(monkeypatch, (SparseGPT, "solve"), {solved}, Boom())
     folder, settings = tmp_path / "partial", config(recompute=True, lam=lam)
     with pytest.raises(Boom):
         MoonshotPruner(resumed, settings).prune(token_batches(), progress=False, resume_dir=folder)
     MoonshotPruner(resumed, settings).prune(token_batches(), progress=False, resume_dir=folder)
-    assert count[0] == 1 + 21
+    assert solve.calls == 1 + 21
     assert_same(resumed, weights(whole))
 
 
 def state(model):
-    """All that a run may not change: tensors and where they are, gradients, modes, hooks, replaced methods."""
+    """The state that a run must not change: tensors, addresses, gradients, modes, hooks, replaced methods."""
     parameters = [
         (parameter.data_ptr(), parameter.detach().clone().tolist(), parameter.requires_grad, parameter.grad)
         for parameter in model.parameters()
@@ -231,7 +225,7 @@ def state(model):
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("name", ["llama", "albert"])
 @pytest.mark.parametrize("lam", [1.0, 0.9])
-def test_a_failure_anywhere_leaves_the_model_as_it_was(error, name, lam, monkeypatch):
+def test_a_failure_anywhere_leaves_the_model_unchanged(error, name, lam, monkeypatch):
     model = make(name).train()
     batches = [{**batch, "labels": batch["input_ids"]} if name == "albert" else batch for batch in token_batches()]
     options = dict(recompute=True, lam=lam, solver="wanda", **(dict(targets=["layers"]) if name == "llama" else {}))
@@ -254,7 +248,7 @@ def test_a_failure_anywhere_leaves_the_model_as_it_was(error, name, lam, monkeyp
         assert state(model) == before, place
 
 
-def test_lent_weights_are_given_back_whatever_the_layout():
+def test_lent_weights_are_restored_in_every_layout():
     for name in ("llama-tied-biased", "gpt2", "opt"):
         model = make(name)
         layers = tuple(find_structure(model).layers())
@@ -285,17 +279,16 @@ def test_a_head_without_fisher_loss_beside_an_attention_with_one(recompute):
     assert report.layers[-1].name == "lm_head" and report.layers[-1].lam == 1 and report.layers[0].lam == 0.9
 
 
-def test_nothing_to_recompute_without_data():
+def test_recomputation_without_data_is_an_error():
     with pytest.raises(MoonshotError, match="recompute=True: without calibration data"):
         MoonshotPruner(make("llama"), config(solver="magnitude", recompute=True)).prune(progress=False)
 
 
-def test_a_loss_of_ones_own_and_allocation_go_with_it():
+def test_recomputation_with_a_custom_loss_and_an_allocation():
     model = make("llama")
     options = dict(pattern="unstructured", sparsity=0.5, allocation="owl", recompute=True, lam=0.5)
     pruner = MoonshotPruner(model, config(**options))
     report = pruner.prune(
         token_batches(), loss=lambda output, batch: output.logits.float().square().mean((1, 2)), progress=False
     )
-    total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-    assert sum(layer.target_sparsity * layer.shape[0] * layer.shape[1] for layer in report.layers) == total // 2
+    assert target_zeros(report) == total_size(report) // 2

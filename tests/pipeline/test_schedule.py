@@ -1,4 +1,4 @@
-"""Statistics in their smaller form, and layers that are solved in chunks of rows: nothing of it changes the result."""
+"""Compressed statistics and layers solved in chunks of rows give the same result."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def linear(d_out, d_in):
 
 
 def feed(accumulators, layer, batches, seed=0):
-    """Batches of several pieces each; returns the gradients of all samples, [N, d_out, d_in]."""
+    """Feeds batches of two pieces each; returns the gradients of all samples, [N, d_out, d_in]."""
     generator = torch.Generator().manual_seed(seed)
     gradients, first = [], 0
     for count in batches:
@@ -56,25 +56,25 @@ def feed(accumulators, layer, batches, seed=0):
 @pytest.mark.parametrize("block", [12, 4, 1])
 @pytest.mark.parametrize("rows", [None, slice(0, 3), slice(2, 7)])
 @pytest.mark.parametrize("batches", [[4, 4, 3], [STAGED, 7, STAGED - 3, 9], [STAGED + 5, 2], [1] * 11])
-def test_every_form_gathers_the_same_gradients(block, rows, batches):
+def test_every_form_accumulates_the_same_gradients(block, rows, batches):
     layer = linear(7, 12)
     samples = sum(batches)
     plan = GradientPlan(block, rows)
     kept, compressed = Samples(layer, samples, storage(), plan), RowMatrices(layer, samples, storage(), plan)
     totals = LayerTotals(layer, samples, block)
     gradients = feed([kept, compressed, totals], layer, batches)
-    some = gradients[:, rows or slice(None)]
-    torch.testing.assert_close(kept.result().gradients, some)
-    found = compressed.result()
-    assert found.samples == samples
-    torch.testing.assert_close(found.values, matrices(some, block).values, rtol=1e-4, atol=1e-3)
+    row_gradients = gradients[:, rows or slice(None)]
+    torch.testing.assert_close(kept.result().gradients, row_gradients)
+    fisher = compressed.result()
+    assert fisher.samples == samples
+    torch.testing.assert_close(fisher.values, matrices(row_gradients, block).values, rtol=1e-4, atol=1e-3)
     products = (gradients * layer.matrix).unflatten(2, (-1, block)).sum(3)
     expected = float(products.square().sum()) / samples, float(gradients.square().sum(0).mean())
     assert totals.result() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("rows", [None, slice(0, 2), slice(2, 3), slice(2, 6), slice(4, 5)])
-def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
+def test_rows_of_a_grouped_layer_use_the_inputs_of_their_group(rows):
     layer = Conv2dLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
     inputs, delta = torch.randn(4, 3, 5, 8), torch.randn(4, 3, 5, 2)
     samples = Samples(layer, 4, storage(), GradientPlan(rows=rows))
@@ -85,15 +85,15 @@ def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
 
 @pytest.mark.parametrize("lam", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("size", [None, 4])
-def test_the_compressed_quadratic_is_the_quadratic(lam, size):
+def test_the_compressed_quadratic_equals_the_full_one(lam, size):
     weight, gram, gradients = layer(6, 12, 30, seed=3)
     whole = full(weight, gram, gradients, lam, column_block=size)
     small = Quadratic.build(weight, gram, matrices(gradients, size), lam, column_block=size)
     assert small.losses_at_zero == pytest.approx(whole.losses_at_zero, rel=1e-4)
     assert small.damping_unit == pytest.approx(whole.damping_unit, rel=1e-5)
     assert small.mean_diagonal() == pytest.approx(whole.mean_diagonal(), rel=1e-4)
-    some = slice(1, 5)
-    torch.testing.assert_close(small.row_hessians(some), whole.row_hessians(some), rtol=1e-3, atol=1e-7)
+    rows = slice(1, 5)
+    torch.testing.assert_close(small.row_hessians(rows), whole.row_hessians(rows), rtol=1e-3, atol=1e-7)
     pruned = weight * (weight > 0)
     assert small.losses(pruned)[0] == pytest.approx(whole.losses(pruned)[0], rel=1e-4)
 
@@ -105,14 +105,14 @@ def test_solvers_take_the_compressed_form(solver, lam):
     settings = MoonshotConfig(
         solver=solver, pattern="structured" if solver == "osscar" else "unstructured", sparsity=0.5, block_size=8
     )
-    made, pattern = settings.make_solver(), settings.parsed_pattern
-    size = made.column_block(24, pattern)
-    found, expected = (
-        made.solve(Quadratic.build(weight, gram, form, lam, column_block=size), pattern)
+    instance, pattern = settings.make_solver(), settings.parsed_pattern
+    size = instance.column_block(24, pattern)
+    compressed, expected = (
+        instance.solve(Quadratic.build(weight, gram, form, lam, column_block=size), pattern)
         for form in (matrices(gradients, size), SampleGradients(gradients))
     )
-    assert torch.equal(found.keep, expected.keep)
-    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-3, atol=1e-4)
+    assert torch.equal(compressed.keep, expected.keep)
+    torch.testing.assert_close(compressed.weight, expected.weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [None, 5])
@@ -135,7 +135,7 @@ def test_parts_of_a_quadratic_are_its_rows(size):
 
 
 @pytest.mark.parametrize(("groups", "room"), [(1, 1), (1, 5), (1, 1000), (4, 1), (4, 2), (4, 3), (4, 7), (4, 1000)])
-def test_chunks_are_whole_groups_or_inside_of_one(groups, room):
+def test_chunks_are_whole_groups_or_parts_of_one(groups, room):
     layer = Conv2dLayer("layer", (nn.Conv2d(8, 12, 1, groups=groups),), False)
     size = 12 // groups
     d_in = layer.shape[1]
@@ -156,10 +156,10 @@ def prune(name, solver, lam, pattern, **changes):
     return model, pruner.prune(batches, progress=False)
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     for name, tensor in expected[0].state_dict().items():
-        torch.testing.assert_close(found[0].state_dict()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    for one, other in zip(found[1].layers, expected[1].layers, strict=True):
+        torch.testing.assert_close(actual[0].state_dict()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    for one, other in zip(actual[1].layers, expected[1].layers, strict=True):
         for field in ("loss", "loss_masked", "fisher", "reconstruction", "lam", "damping", "sparsity"):
             assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-3, abs=1e-5), field
         assert one.notes == other.notes
@@ -170,26 +170,26 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(("lam", "pattern"), [(0.0, 0.6), (0.5, 0.6), (0.5, "2:4")])
 @pytest.mark.parametrize("rows", [1, slow(5)])
 def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
-    # A pass for every row of every layer takes its time: where they come one by one, one layer will do.
-    some = {"targets": (r"\.1\..*(up_proj|intermediate|fc1)",)} if rows == 1 else {}
-    expected = prune(name, solver, lam, pattern, **some)
+    # Chunks of one row need one pass each, which is slow: one layer must suffice.
+    targets = {"targets": (r"\.1\..*(up_proj|intermediate|fc1)",)} if rows == 1 else {}
+    expected = prune(name, solver, lam, pattern, **targets)
     monkeypatch.setattr(gathering.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], rows))
-    found = prune(name, solver, lam, pattern, **some)
-    assert_same(found, expected)
-    assert any("chunks of rows" in note for note in found[1].notes)
+    pruned = prune(name, solver, lam, pattern, **targets)
+    assert_same(pruned, expected)
+    assert any("chunks of rows" in note for note in pruned[1].notes)
 
 
 def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks(tmp_path):
     expected = prune("vit", "obc", 0.5, 0.6)
-    found = prune("vit", "obc", 0.5, 0.6, max_memory=100_000, offload_dir=str(tmp_path))
-    assert any("chunks of rows" in note for note in found[1].notes)
-    assert_same(found, expected)
+    pruned = prune("vit", "obc", 0.5, 0.6, max_memory=100_000, offload_dir=str(tmp_path))
+    assert any("chunks of rows" in note for note in pruned[1].notes)
+    assert_same(pruned, expected)
 
 
-def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
-    made = solver_class("obc")
-    original, failed = made.rank_removals, []
+def test_damping_raised_in_a_late_chunk_applies_to_all(monkeypatch):
+    solver = solver_class("obc")
+    original, failed = solver.rank_removals, []
 
     def fail_once(self, objective, pattern, damping):
         if damping == 0.01 and len(failed) < 2:
@@ -200,14 +200,12 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
 
     monkeypatch.setattr(gathering.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 7))
-    monkeypatch.setattr(made, "rank_removals", fail_once)
-    found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
+    monkeypatch.setattr(solver, "rank_removals", fail_once)
+    pruned, report = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
     monkeypatch.undo()
-    expected = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",), damping=0.1)
-    assert found[1].layers[0].damping == 0.1 and found[1].layers[0].notes == ("damping raised from 0.01 to 0.1",)
-    torch.testing.assert_close(
-        found[0].model.layers[1].mlp.up_proj.weight, expected[0].model.layers[1].mlp.up_proj.weight
-    )
+    expected, _ = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",), damping=0.1)
+    assert report.layers[0].damping == 0.1 and report.layers[0].notes == ("damping raised from 0.01 to 0.1",)
+    torch.testing.assert_close(pruned.model.layers[1].mlp.up_proj.weight, expected.model.layers[1].mlp.up_proj.weight)
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4)])

@@ -1,0 +1,174 @@
+"""Retries after a lack of memory: equal bits, memory released before the retry, and smaller batches and slices."""
+
+import pytest
+import torch
+from memory_failures import (
+    PLACES,
+    assert_same_bits,
+    assert_same_masks,
+    memory_notes,
+    out_of_memory_at,
+    prune,
+    settings,
+    skip_garbage_collection,  # noqa: F401
+    undisturbed,
+)
+
+from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.objective import row_slices
+from optimum_moonshot.pipeline import backoff
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.recovery import tuning
+
+
+def test_rounds_and_slices_change_no_bit(monkeypatch):
+    monkeypatch.setattr(backoff, "SMALL", 2**60)  # all batches count as large: only rounds and slices are halved
+    for name, place, at in (("sparsegpt", "gradients", {0, 1}), ("λ = 1", "Gram", {0})):
+        expected = undisturbed(name)
+        with monkeypatch.context() as patch:
+            failing = out_of_memory_at(patch, PLACES[place], at)
+            pruned, report = prune(**settings(name))
+        assert failing.raised == len(at) and len(memory_notes(report)) == 1
+        assert "statistics gathered at once halved, from" in memory_notes(report)[0]
+        assert_same_bits(pruned, expected)
+    with monkeypatch.context() as patch:
+        out_of_memory_at(patch, PLACES["slices"], {3, 4})
+        pruned, report = prune()
+    assert "2 times, first at model.layers.1.self_attn.o_proj: rows solved at once halved" in memory_notes(report)[0]
+    assert_same_masks(pruned, undisturbed("sparsegpt"))
+
+
+def test_a_smaller_budget_from_the_start_gives_the_same_bits(monkeypatch):
+    original, instances = Backoff.__init__, []
+
+    def remember(self, *args):
+        original(self, *args)
+        instances.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Backoff, "__init__", remember)
+        out_of_memory_at(patch, PLACES["gradients"], {0, 1, 2, 3})
+        pruned, report = prune(**settings("cap"))
+    assert any("rows or experts gathered at once halved" in note for note in memory_notes(report))
+    assert any("chunks of rows, for the sake of memory" in note for note in report.notes)
+    shrunk = instances[0]
+
+    def smaller(self, *args):
+        original(self, *args)
+        self.samples, self.storage.most = shrunk.samples, shrunk.storage.most
+
+    monkeypatch.setattr(Backoff, "__init__", smaller)
+    again, _ = prune(**settings("cap"))
+    assert shrunk.samples == 1
+    assert_same_bits(again, pruned)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "at"),
+    [
+        ("sparsegpt", "gradients", {0, 8}),
+        ("sparsegpt", "forward", {1}),
+        ("sparsegpt", "solver", {3, 4}),
+        ("cap", "gradients", {1, 2, 3}),
+        ("recovery", "tuning", {2}),
+        ("gradual", "Gram", {60}),
+    ],
+)
+def test_a_failed_call_is_released_before_its_retry(monkeypatch, name, place, at):
+    remaining, storages, original = [], [], Backoff.__init__
+
+    def remember(self, *args):
+        original(self, *args)
+        storages.append(self.storage)
+
+    def released(_):
+        remaining.append(storages[0].used[storages[0].device] - storages[0].cached)
+
+    monkeypatch.setattr(Backoff, "__init__", remember)
+    monkeypatch.setattr(backoff, "release_unused", released)
+    failing = out_of_memory_at(monkeypatch, PLACES[place], at)
+    prune(**settings(name))
+    assert failing.raised == len(at) and remaining
+    solves = 2 if place == "solver" else 0  # a repeated solve reuses its statistics
+    assert all(remaining[:solves]) and remaining[solves:] and not any(remaining[solves:])
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "at"),
+    [
+        ("rotation", "totals", {1}),
+        ("rotation", "learning", {5}),
+        ("rotation", "learning", {16}),
+        ("rotation", "Cayley", {2}),
+        ("rotation", "Adam", {1}),
+        ("orders", "order", {1}),
+    ],
+)
+def test_a_repeated_step_of_a_rotation_changes_no_bit(monkeypatch, tmp_path, name, place, at):
+    expected = undisturbed(name)
+    failing = out_of_memory_at(monkeypatch, PLACES[place], at)
+    pruned, report = prune(**settings(name))
+    assert failing.raised == 1
+    assert_same_bits(pruned, expected)
+    assert memory_notes(report) == ["out of memory on cpu once at the rotation: tried again with what was free then"]
+    failing.calls, failing.at = 0, {min(at), min(at) + 1}
+    offloaded, report = prune(**settings(name), offload_dir=str(tmp_path))
+    assert failing.raised == 3
+    assert_same_bits(offloaded, expected)
+    spill, retry = memory_notes(report)
+    assert "at the rotation: what it keeps there, from " in spill and spill.endswith(" to none") and "again" in retry
+
+
+def test_a_retry_spills_half_of_the_caches(tmp_path):
+    storage = Storage(torch.device("cpu"), 1000, str(tmp_path), free={torch.device("cpu"): 10_000})
+    kept, trying, attempts = storage.put(torch.ones(100), "a cache"), Backoff(storage), []
+
+    def work():
+        attempts.append(storage.caches)
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return storage.put(torch.ones(60), "another")
+
+    assert torch.equal(trying.repeated("here", work, list), kept[:60]) and attempts == [None, 200]
+    change = "caches on the device halved, from 400 bytes to 200 bytes"
+    trying.share()
+    assert trying.notes == [f"out of memory on cpu once at here: {change}"]
+    assert (storage.cached, storage.spilled) == (400, 240)
+    statistics = storage.zeros((100,), torch.float32, "statistics")  # statistics may remain on the device
+    assert (storage.used[storage.device], storage.spilled) == (800, 240) and not statistics.any()
+    del kept
+    assert (storage.cached, storage.used[storage.device]) == (0, 400)
+
+
+def test_a_run_whose_caches_are_spilled_has_the_same_masks(monkeypatch, tmp_path):
+    monkeypatch.setattr(backoff, "SMALL", 2**60)
+    failing = out_of_memory_at(monkeypatch, PLACES["forward"], {1})  # of the second batch, when the first one is done
+    out_of_memory_at(monkeypatch, PLACES["Gram"], {0, 1, 2, 3, 4})
+    pruned, report = prune(lam=1.0, offload_dir=str(tmp_path))
+    assert failing.raised == 1 and any("caches on the device halved" in note for note in memory_notes(report))
+    assert any("of caches went to disk" in note for note in report.notes)
+    assert_same_masks(pruned, undisturbed("λ = 1"))
+
+
+def test_slices_respect_their_limit():
+    limit = row_slices.SliceLimit()
+    assert row_slices.slices_within(slice(2, 10), 8, 32, limit) == row_slices.split_range(2, 10, 4)
+    assert row_slices.slices_within(slice(2, 4), 8, 1, limit) == row_slices.split_range(2, 4, 1)
+    assert limit.largest == 32
+    limit = row_slices.SliceLimit(20)
+    assert row_slices.slices_within(slice(2, 10), 8, 32, limit) == row_slices.split_range(2, 10, 2)
+    assert row_slices.slices_within(slice(0, 1), 8, 32, limit) == [slice(0, 1)]
+    assert limit.largest == 16
+
+
+@pytest.mark.parametrize("samples", [None, 1, 2, 3, 5])
+@pytest.mark.parametrize("sizes", [[2] * 8, [5, 3, 5, 1], [8, 8, 4]])
+def test_smaller_batches_keep_the_samples_of_each_optimizer_step(sizes, samples):
+    def samples_of(sizes, groups):
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        return [[sample for i in group for sample in range(ends[i] - sizes[i], ends[i])] for group in groups]
+
+    parts = [min(samples or size, size - start) for size in sizes for start in range(0, size, samples or size)]
+    steps, heldout = tuning.divide(sizes)
+    split, split_heldout = tuning.divide_parts(sizes, samples)
+    assert samples_of(parts, [*split, split_heldout]) == samples_of(sizes, [*steps, heldout])
