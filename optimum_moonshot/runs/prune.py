@@ -54,7 +54,7 @@ def prune_model(
     total = time.perf_counter() - started
     calibrating = total - rotating - variant.allocating - variant.solving - recovering
     seconds = {"rotation": rotating} if config.rotation is not None else {}
-    seconds |= {"allocation": variant.allocating} if config.allocation == "fisher" else {}
+    seconds |= {"allocation": variant.allocating} if selection.config.allocation == "fisher" else {}
     seconds |= {"calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store.discard
