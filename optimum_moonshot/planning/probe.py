@@ -141,7 +141,7 @@ def _captured(subject: Subject, run: RunSpec, blocks: tuple[Block, ...], batch: 
     hidden = streamed.calls[0][0].hidden
     for index in range(len(blocks)):
         streamed.calls[index][0].hidden = hidden
-    streamed.deltas[0] = torch.full_like(hidden, 1e-3)
+    streamed.deltas = [torch.full_like(hidden, 1e-3)]
     return streamed
 
 
