@@ -42,10 +42,10 @@ COMMON = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
 def test_every_family(name, tmp_path):
     model = family(name)
     fused = [module for module in model.modules() if expert_parameters(module)]
-    found = experts(model)
-    if name == "aria_text" and not found:
+    layers = experts(model)
+    if name == "aria_text" and not layers:
         pytest.skip("early releases of transformers have no experts that it counts")
-    assert len(found) == sum(len(expert_parameters(module)) for module in fused) > 0
+    assert len(layers) == sum(len(expert_parameters(module)) for module in fused) > 0
     pruner = prune(model, pattern="2:4", lam=0.5)
     reported = {layer.name for layer in pruner.report.layers}
     for layer in experts(model):
@@ -55,16 +55,16 @@ def test_every_family(name, tmp_path):
         pruner.save_pretrained(tmp_path / format, format=format)
         loaded = type(model).from_pretrained(tmp_path / format, dtype=model.dtype)
         assert same(loaded, model)
-        found = verify(tmp_path / format)
-        assert found and found.sparsity == pruner.report.sparsity, found.mismatches
+        verification = verify(tmp_path / format)
+        assert verification and verification.sparsity == pruner.report.sparsity, verification.mismatches
         loaded.save_pretrained(tmp_path / "again")
         assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "dense").keys()
-    check_packed(tmp_path, found, pruner)
+    check_packed(tmp_path, verification, pruner)
 
 
-def check_packed(folder, found, pruner):
+def check_packed(folder, verification, pruner):
     """Every pruned weight is packed, in 9/16 of its bytes in 16 bits, or 17/32 of those in 32."""
-    assert all(layer.stored.startswith("packed") for layer in found.layers)
+    assert all(layer.stored.startswith("packed") for layer in verification.layers)
     dense, packed = tensors(folder / "dense"), tensors(folder / "packed")
     names = packed_names(folder / "packed")
     whole = sum(dense[name].nbytes for name in names)
@@ -115,14 +115,14 @@ def test_gradients_are_autograds(name):
     """A_n of every expert, from the calls that are seen, against the gradient of the fused parameter."""
     model, batches = family(name).float(), split_batches(token_batches(), 1)[:3]
     layers = experts(model)
-    found = observe(model, layers, batches)
+    statistics = observe(model, layers, batches)
     for index, batch in enumerate(batches):
         model.zero_grad()
         output = run_model(model, batch)
         torch.autograd.backward(*loss_gradient(model, output, batch)[:2])
         for layer in layers:
             expected = layer.as_matrix(layer.parameter.grad)
-            gradient = found[layer.name].gradients.gradients[index]
+            gradient = statistics[layer.name].gradients.gradients[index]
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max() + 1e-9))
 
 
@@ -134,16 +134,16 @@ def test_gram_matrices_are_those_of_the_routed_tokens():
     def route(_, args):
         hidden, index, _ = args
         for expert in range(4):
-            mine = hidden[(index == expert).any(1)]
-            expected[expert] += mine.T @ mine
-            tokens[expert] += len(mine)
+            routed = hidden[(index == expert).any(1)]
+            expected[expert] += routed.T @ routed
+            tokens[expert] += len(routed)
 
     handle = module.experts.register_forward_pre_hook(route)
     layer = experts(model)[0]
-    found = observe(model, [layer], batches, gradients=False)[layer.name]
+    statistics = observe(model, [layer], batches, gradients=False)[layer.name]
     handle.remove()
-    torch.testing.assert_close(found.inputs, expected)
-    assert torch.equal(found.tokens.float(), tokens) and torch.equal(found.extra[Seen], tokens)
+    torch.testing.assert_close(statistics.inputs, expected)
+    assert torch.equal(statistics.tokens.float(), tokens) and torch.equal(statistics.extra[Seen], tokens)
 
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "obc", "cap"])
@@ -151,15 +151,15 @@ def test_gram_matrices_are_those_of_the_routed_tokens():
 def test_an_expert_is_a_matrix_of_its_own(solver, pattern):
     model, batches = mixtral(), split_batches(token_batches(), 1)
     dense, layer = copy.deepcopy(model), experts(model)[-1]  # the last of the last block, which nothing follows
-    found = observe(dense, [experts(dense)[-1]], batches)[layer.name]
+    statistics = observe(dense, [experts(dense)[-1]], batches)[layer.name]
     options = dict(solver=solver, pattern=pattern, lam=0.5, under_calibrated_experts="routed")
     options |= {} if pattern == "2:4" else {"sparsity": 0.5}
     prune(model, batches, **options)
     size = layer.shape[0] // 4
     for expert in range(4):
         rows = slice(expert * size, (expert + 1) * size)
-        weight, gradients = experts(dense)[-1].matrix[rows], found.gradients.gradients[:, rows]
-        alone = prune_weight(weight, found.inputs[expert], gradients, config=MoonshotConfig(**options))
+        weight, gradients = experts(dense)[-1].matrix[rows], statistics.gradients.gradients[:, rows]
+        alone = prune_weight(weight, statistics.inputs[expert], gradients, config=MoonshotConfig(**options))
         torch.testing.assert_close(layer.matrix[rows], alone.weight, rtol=1e-3, atol=1e-5)
 
 
@@ -177,18 +177,18 @@ def test_the_memory_changes_nothing(options):
 
 
 def test_experts_without_tokens_are_named():
-    for how, told in (("all", "have the Gram matrix of all tokens"), ("magnitude", "go by magnitude")):
+    for method, message in (("all", "have the Gram matrix of all tokens"), ("magnitude", "go by magnitude")):
         model = starving(mixtral())
         dense = copy.deepcopy(model)
-        pruner = prune(model, sparsity=0.5, lam=0.5, under_calibrated_experts=how)
-        notes = [note for note in pruner.report.notes if told in note]
+        pruner = prune(model, sparsity=0.5, lam=0.5, under_calibrated_experts=method)
+        notes = [note for note in pruner.report.notes if message in note]
         assert len(notes) == 2 and all("model.layers.0.mlp.experts" in note and "experts 2 " in note for note in notes)
         layer, before = experts(model)[0], experts(dense)[0]
         rows = slice(2 * 48, 3 * 48)
         kept, weight = layer.matrix[rows] != 0, before.matrix[rows]
         assert int(kept.sum()) == 48 * 16 // 2
         largest = weight.abs() >= weight.abs().flatten().kthvalue(48 * 16 // 2 + 1).values
-        assert torch.equal(kept, largest) == (how == "magnitude")
+        assert torch.equal(kept, largest) == (method == "magnitude")
 
 
 def test_many_experts_without_tokens_are_named_in_few_words():
@@ -205,12 +205,12 @@ def test_only_starved_experts_are_solved_otherwise():
     model = starving(mixtral())
     dense, batches = copy.deepcopy(model), split_batches(token_batches(), 1)
     layer, before = experts(model)[1], experts(dense)[1]
-    found = observe(dense, [before], batches)[before.name]
+    statistics = observe(dense, [before], batches)[before.name]
     options = dict(sparsity=0.5, lam=0.5, under_calibrated_experts="routed")
     prune(model, batches, **options, targets=[r"0\.mlp\.experts\.down"])
     rows = slice(0, 16)
-    weight, gradients = before.matrix[rows], found.gradients.gradients[:, rows]
-    alone = prune_weight(weight, found.inputs[0], gradients, config=MoonshotConfig(**options))
+    weight, gradients = before.matrix[rows], statistics.gradients.gradients[:, rows]
+    alone = prune_weight(weight, statistics.inputs[0], gradients, config=MoonshotConfig(**options))
     torch.testing.assert_close(layer.matrix[rows], alone.weight, rtol=1e-3, atol=1e-5)
 
 
@@ -322,9 +322,9 @@ def test_a_lost_expert_is_named(tmp_path, monkeypatch):
     prune(mixtral(), pattern="2:4", lam=1.0).save_pretrained(tmp_path, format="packed")
     (path,) = tmp_path.glob("*.safetensors")
     with safe_open(path, "pt") as file:
-        metadata, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     lost = "model.layers.0.block_sparse_moe.experts.3.w1.weight_meta"
-    save_file({name: tensor for name, tensor in found.items() if name != lost}, path, metadata)
+    save_file({name: tensor for name, tensor in stored.items() if name != lost}, path, metadata)
     with pytest.raises(MoonshotError, match=r"experts\.3\.w1: .*weight_meta.* is missing"):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -376,7 +376,7 @@ def test_all_tokens_reach_every_expert():
     )
     replaced.observe(Step(), [gate_up, down], observer)
     assert replaced.experts == {gate_up.name: [0, 1, 2, 3], down.name: [1]}
-    assert replaced.replaced == {(name, expert) for name, some in replaced.experts.items() for expert in some}
+    assert replaced.replaced == {(name, expert) for name, numbers in replaced.experts.items() for expert in numbers}
     for expert in range(4):
         torch.testing.assert_close(sums[gate_up.name][expert], tokens.T @ tokens)
     gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
