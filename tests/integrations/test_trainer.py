@@ -11,15 +11,12 @@ import transformers as hf
 from marks import slow
 from masked_models import pruned, zeros
 from models import make, token_batches
+from tiny_mixtures import same
 from training_runs import CONFIG, HALF, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
-
-
-def same(model, other):
-    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize(

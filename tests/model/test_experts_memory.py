@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import tiny_mixtures
 import torch
 import transformers as hf
 from models import token_batches
+from tiny_mixtures import experts
+from torch.nn import functional
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.calibration.observer import LayerStatistics
@@ -30,14 +33,7 @@ EXPERTS = 64
 
 
 def mixtral(experts=EXPERTS, **changes):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_local_experts=experts)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=64)
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**{**sizes, **heads, **changes})).eval()
-
-
-def experts(model):
-    return [layer for layer in find_structure(model).layers() if layer.separate]
+    return tiny_mixtures.mixtral(experts, num_hidden_layers=1, **changes)
 
 
 def statistics(layer, diagonal):
@@ -132,6 +128,37 @@ def shown(model, diagonal=False):
     everyone.observe(passes, layers, observer)
     assert len(everyone.replaced) == sum(layer.groups for layer in layers)
     return sums, passes
+
+
+def test_all_tokens_reach_every_expert():
+    model, batches = tiny_mixtures.mixtral(), split_batches(token_batches(), 1)
+    seen = []
+    handle = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            run_model(model, batch)
+    handle.remove()
+    tokens = torch.cat(seen)
+    _, _, gate_up, down = experts(model)
+    spec = StatisticsSpec(make_solver("sparsegpt", {}), {}, dict.fromkeys((gate_up.name, down.name), 1.0), len(batches))
+    under_calibrated = UnderCalibratedExperts(spec, Backoff(Storage(torch.device("cpu"))), [])
+    counts = {gate_up.name: [0, 0, 0, 0], down.name: [99, 0, 99, 99]}
+    sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
+    observer = SimpleNamespace(
+        reached=lambda layer: True,
+        sums=lambda layer: sums[layer.name],
+        tokens=lambda layer: torch.tensor(counts[layer.name]),
+    )
+    under_calibrated.observe(Passes(model), [gate_up, down], observer)
+    assert under_calibrated.experts == {gate_up.name: [0, 1, 2, 3], down.name: [1]}
+    replaced = {(name, expert) for name, numbers in under_calibrated.experts.items() for expert in numbers}
+    assert under_calibrated.replaced == replaced
+    for expert in range(4):
+        torch.testing.assert_close(sums[gate_up.name][expert], tokens.T @ tokens)
+    gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
+    inner = functional.silu(gate) * up
+    torch.testing.assert_close(sums[down.name][1], inner.T @ inner, rtol=1e-4, atol=1e-6)
+    assert (sums[down.name][[0, 2, 3]] == 7).all()
 
 
 def test_an_expert_is_shown_every_token_once(monkeypatch):
