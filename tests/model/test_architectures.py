@@ -112,7 +112,7 @@ def test_a_batch_gives_the_losses_of_single_samples(family):
 
 
 def test_padding_is_separated_without_gradients():
-    """Tokens come before samples in XLNet: a mask [samples, tokens] laid over them would hide others."""
+    """XLNet has tokens before samples: a mask [samples, tokens] on its inputs would hide other tokens."""
     reports = []
     for size in (2, 1):
         model = made("xlnet")

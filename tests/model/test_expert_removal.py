@@ -1,4 +1,4 @@
-"""Removal of whole experts: the smaller model computes the dense one with masked routers, in every family."""
+"""Removal of whole experts: the smaller model equals the dense one with masked routers, in every family."""
 
 import copy
 

@@ -162,7 +162,7 @@ def test_all_tokens_reach_every_expert():
 
 
 def test_an_expert_is_shown_every_token_once(monkeypatch):
-    """Only the last expert repeats: its tokens also pass through their other choices."""
+    """A call ends after the expert that is shown; only before the last one the tokens pass their second choice."""
     rows, original = {}, _Watched.product
 
     def counted(self, key, expert, turned, inputs, output):
@@ -175,7 +175,7 @@ def test_an_expert_is_shown_every_token_once(monkeypatch):
     assert rows == dict.fromkeys(("gate_up_proj", "down_proj"), passes.tokens * (6 + 1))
 
 
-def test_an_expert_in_pieces_is_shown_all_of_them():
+def test_an_expert_computed_in_chunks_is_shown_all_tokens():
     """A module may multiply an expert's tokens in chunks."""
     model, other = mixtral(experts=6), mixtral(experts=6)
     module = other.model.layers[0].mlp.experts
