@@ -1,4 +1,4 @@
-"""Distillation under the Trainer: the loss is the formula, and the student comes closer to its teacher."""
+"""Distillation under the Trainer: the loss equals its formula, and the student approaches its teacher."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from optimum_moonshot import MoonshotCallback, MoonshotError
 from optimum_moonshot.integrations.distillation import Distillation
 
 
-def test_distillation_is_the_formula():
+def test_the_distillation_loss_equals_its_formula():
     student, teacher = pruned().train(), make("llama")
     ids = torch.randint(3, 96, (2, 10))
     labels = ids.clone()
@@ -26,12 +26,12 @@ def test_distillation_is_the_formula():
     distillation.detach()
     student.train()
     assert torch.equal(student(input_ids=ids, labels=labels).loss, plain.loss)
-    wanted = teacher(input_ids=ids).logits
+    target = teacher(input_ids=ids).logits
     divergences = []
     for sample in range(2):
         for position in range(9):
             if labels[sample, position + 1] != -100:
-                p = functional.softmax(wanted[sample, position] / 3.0, -1)
+                p = functional.softmax(target[sample, position] / 3.0, -1)
                 q = functional.softmax(plain.logits[sample, position] / 3.0, -1)
                 divergences.append((p * (p / q).log()).sum())
     expected = 0.7 * plain.loss + 0.3 * 9 * torch.stack(divergences).mean()
@@ -57,7 +57,7 @@ def test_a_student_learns_from_its_teacher(tmp_path):
     assert not model._forward_hooks and not dense.training
 
 
-def test_a_teacher_that_does_not_fit_says_so(tmp_path):
+def test_an_unsuitable_teacher_is_refused(tmp_path):
     model = pruned()
     with pytest.raises(MoonshotError, match="it is the model that trains"):
         trainer(tmp_path, model, MoonshotCallback(teacher=model)).train()
@@ -65,6 +65,6 @@ def test_a_teacher_that_does_not_fit_says_so(tmp_path):
     other.resize_token_embeddings(100)
     with pytest.raises(MoonshotError, match="its logits have shape"):
         trainer(tmp_path, pruned(), MoonshotCallback(teacher=other)).train()
-    own = trainer(tmp_path, pruned(), MoonshotCallback(teacher=make("llama")), label_smoothing_factor=0.1)
+    smoothed = trainer(tmp_path, pruned(), MoonshotCallback(teacher=make("llama")), label_smoothing_factor=0.1)
     with pytest.raises(MoonshotError, match="distillation adds to a loss that the student computes"):
-        own.train()
+        smoothed.train()

@@ -1,4 +1,4 @@
-"""Two processes on the CPU, once for everything: starting them takes longer than the training."""
+"""All cases with two processes on the CPU in one launch: starting them takes longer than the training."""
 
 import os
 import subprocess

@@ -30,7 +30,7 @@ def pruned(model=None, pattern="2:4"):
 
 
 def fused(model):
-    """What PEFT calls the experts' parameters."""
+    """The experts' parameters by the names that PEFT uses."""
     keys = {
         f"{name.rpartition('.')[2]}.{key}"
         for name, module in model.named_modules()
@@ -75,12 +75,12 @@ def test_the_gradients_are_those_of_the_masked_product():
     run_model(adapted, batch).logits.square().sum().backward()
     a, b = (part["default"].weight.detach().clone().requires_grad_() for part in (wrapper.lora_A, wrapper.lora_B))
     weight, delta = plain.get_parameter(name), torch.einsum("ore,eri->eoi", b.view(-1, 4, 4), a.view(4, 4, -1)) * 2.0
-    delta = delta if delta.shape == weight.shape else delta.mT  # as earlier releases of PEFT have it
+    delta = delta if delta.shape == weight.shape else delta.mT  # the layout of earlier releases of PEFT
     changed = torch.func.functional_call(plain, {name: weight + delta * (weight != 0)}, kwargs=batch)
     changed.logits.square().sum().backward()
-    for part, own in ((wrapper.lora_A, a), (wrapper.lora_B, b)):
-        assert own.grad.any()
-        torch.testing.assert_close(part["default"].weight.grad, own.grad, rtol=1e-3, atol=1e-4)
+    for adapter, factor in ((wrapper.lora_A, a), (wrapper.lora_B, b)):
+        assert factor.grad.any()
+        torch.testing.assert_close(adapter["default"].weight.grad, factor.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_adapters_of_experts_are_saved_and_loaded(tmp_path):
@@ -93,7 +93,7 @@ def test_adapters_of_experts_are_saved_and_loaded(tmp_path):
 
 
 def test_a_configuration_masks_experts_and_linear_layers(tmp_path, caplog):
-    """As soon as PEFT makes the adapters, a second one too; and of an unmasked one the Trainer's log speaks."""
+    """As soon as PEFT creates the adapters, a second one too; the Trainer logs a warning for an unmasked one."""
     model = pruned()
     unmasked = copy.deepcopy(model)
     settings = dict(r=2, target_modules=["q_proj"], target_parameters=fused(model), init_lora_weights=False)
@@ -139,7 +139,7 @@ def test_experts_keep_their_zeros_under_the_trainer(name, changes, tmp_path, cap
     assert "every removed weight is zero; every layer is 2:4" in capsys.readouterr().out
 
 
-def test_experts_are_pruned_in_the_course_of_the_training(tmp_path):
+def test_experts_are_pruned_during_training(tmp_path):
     model = mixtral()
     callback = MoonshotCallback(HALF, begin_step=1, end_step=3, every=1)
     trainer(tmp_path, model, callback, max_steps=5, data=samples(8)).train()

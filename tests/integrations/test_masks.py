@@ -62,14 +62,14 @@ def test_zeros_stay_zero_under_every_optimizer(name, dtype):
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_without_it_momentum_and_gradients_fill_the_zeros():
+def test_without_masks_momentum_and_gradients_fill_the_zeros():
     model = pruned()
     train(model, OPTIMIZERS["adam"](model.parameters()), steps=1)
     with pytest.raises(MoonshotError, match="no layer of the model is pruned"):
         find_pruned(model)
 
 
-def test_it_is_training_of_the_surviving_weights_alone():
+def test_masked_training_equals_training_of_the_kept_weights_alone():
     """Equal to a model whose weights are `mask * free` with the mask constant, gradient clipping included."""
     model = pruned()
     truth = copy.deepcopy(model)
@@ -87,9 +87,9 @@ def test_it_is_training_of_the_surviving_weights_alone():
                 return weight * self.keep
 
         nn.utils.parametrize.register_parametrization(module, "weight", Mask(keep))
-    for each, manage in ((model, True), (truth, False)):
+    for each, managed in ((model, True), (truth, False)):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3, weight_decay=0.1)
-        if manage:
+        if managed:
             with keep_sparsity(each, optimizer):
                 train(each, optimizer, clip=0.1)
         else:
@@ -117,16 +117,16 @@ def test_several_optimizers_and_wrapped_ones():
         assert masks.sparsity() == 0.5
 
 
-def test_a_failure_inside_takes_the_hooks_off_and_keeps_its_message():
+def test_a_failure_inside_removes_the_hooks_and_keeps_its_message():
     model = pruned()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(KeyError, match="mine"), keep_sparsity(model, optimizer):
-        raise KeyError("mine")
+    with pytest.raises(KeyError, match="failure"), keep_sparsity(model, optimizer):
+        raise KeyError("failure")
     assert not optimizer._optimizer_step_post_hooks
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-def test_writing_past_the_optimizer_is_found():
+def test_writes_outside_the_optimizer_are_detected():
     model = pruned()
     with (
         pytest.raises(MoonshotError, match=r"up_proj: \d+ of its removed weights are not zero"),
@@ -136,7 +136,7 @@ def test_writing_past_the_optimizer_is_found():
         model.model.layers[1].mlp.up_proj.weight.add_(1.0)
 
 
-def test_what_counts_as_pruned():
+def test_find_pruned_detects_sparse_layers():
     model = pruned(targets=["up_proj"])
     assert {name.rpartition(".")[2] for name in zeros(model)} == {"up_proj"}
     model.lm_head.weight.data[0] = 0  # 1 of 96 rows, as of a padding token
@@ -156,7 +156,7 @@ def hooks_of(model):
     return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters())
 
 
-def test_mistakes_are_named_and_leave_no_hook():
+def test_invalid_requests_are_refused_and_leave_no_hook():
     model = pruned()
     good = torch.optim.SGD(model.parameters(), lr=0.1)
     foreign = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
@@ -180,7 +180,7 @@ def test_mistakes_are_named_and_leave_no_hook():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_clearing_is_exact_whatever_was_there(dtype):
+def test_clearing_is_exact_for_any_previous_value(dtype):
     tensor = torch.randn(6, 8).to(dtype).T  # not contiguous, as Conv1D's matrix
     keep = torch.rand(8, 6) > 0.5
     expected = tensor.masked_fill(~keep, 0.0)
@@ -190,7 +190,7 @@ def test_clearing_is_exact_whatever_was_there(dtype):
         assert torch.equal(tensor, expected) and not torch.signbit(tensor[~keep]).any()
 
 
-def test_nan_in_training_brings_no_removed_weight_back():
+def test_nan_in_training_keeps_removed_weights_at_zero():
     model = pruned()
     before = zeros(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

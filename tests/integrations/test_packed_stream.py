@@ -1,4 +1,4 @@
-"""What other loaders are given of a packed checkpoint, and how a part of a weight is packed again: without vLLM."""
+"""The weight stream of a packed checkpoint for other loaders, and repacking of shards: without vLLM."""
 
 import configparser
 from importlib.util import find_spec
@@ -38,10 +38,10 @@ def dense_tensors(folder, tmp_path):
 def test_the_stream_is_that_of_the_dense_checkpoint(packed, tmp_path, order, prefix):
     folder, _ = packed
     stream = [(prefix + name, tensor) for name, tensor in order(tensors(folder).items())]
-    found = list(unpacked(stream, lambda: described(folder), prefix))
+    pairs = list(unpacked(stream, lambda: described(folder), prefix))
     expected = dense_tensors(folder, tmp_path)
-    assert sorted(name for name, _ in found) == sorted(prefix + name for name in expected)
-    for name, tensor in found:
+    assert sorted(name for name, _ in pairs) == sorted(prefix + name for name in expected)
+    for name, tensor in pairs:
         dense = expected[name.removeprefix(prefix)]
         assert tensor.dtype == dense.dtype and torch.equal(tensor, dense), name
 
@@ -50,21 +50,22 @@ def test_a_transposed_weight_is_transposed_in_the_stream(tmp_path):
     pruner = pruned("gpt2", pattern="unstructured", sparsity=0.7)
     pruner.save_pretrained(tmp_path / "packed", format="packed")
     layers = described(tmp_path / "packed")
-    found = dict(unpacked(tensors(tmp_path / "packed").items(), lambda: layers))
+    weights = dict(unpacked(tensors(tmp_path / "packed").items(), lambda: layers))
     assert any(layer.transposed for layer in layers.values())
     state = pruner.model.state_dict()
-    assert all(torch.equal(found[name], state[f"transformer.{name}" if name not in state else name]) for name in layers)
+    assert all(
+        torch.equal(weights[name], state[f"transformer.{name}" if name not in state else name]) for name in layers
+    )
 
 
-def test_tensors_of_others_pass():
-    never = pytest.fail
+def test_other_tensors_pass_unchanged():
     plain = [("a.weight", torch.ones(1)), ("a.bias", torch.ones(1))]
-    assert list(unpacked(plain, lambda: never("it looked for packed weights"))) == plain
+    assert list(unpacked(plain, lambda: pytest.fail("it looked for packed weights"))) == plain
     others = [("a.weight_packed", torch.ones(1)), ("a.weight_scale", torch.ones(1))]  # compressed-tensors' names
     assert list(unpacked(others, dict)) == others
 
 
-def test_half_a_weight_is_an_error(packed):
+def test_an_incomplete_weight_is_an_error(packed):
     folder, _ = packed
     layers = described(folder)
     name = next(iter(layers))
@@ -84,33 +85,33 @@ def sparse(d_out, d_in, pattern=None, sparsity=0.7, dtype=torch.bfloat16):
 
 
 def product(weight, inputs):
-    """What the packed weight gives, after comparing it with the dense one."""
+    """The product of the packed weight, compared with that of the dense one."""
     bias, shape = torch.randn(len(weight)).to(weight.dtype), tuple(weight.shape)
     codec, parts = pack_if_smaller(weight)
     codec.check(parts, shape, weight.dtype)
     assert torch.equal(codec.unpack(parts, shape), weight)
-    found = codec.linear(inputs, parts, shape, bias, codec.plan(parts, shape))
-    torch.testing.assert_close(found, functional.linear(inputs, weight, bias))
-    return found - bias
+    output = codec.linear(inputs, parts, shape, bias, codec.plan(parts, shape))
+    torch.testing.assert_close(output, functional.linear(inputs, weight, bias))
+    return output - bias
 
 
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 4), NM(4, 8), NM(3, 8), NM(8, 16), NM(16, 32)], ids=str)
-def test_n_of_m_is_found(pattern):
+def test_n_of_m_is_detected(pattern):
     weight = sparse(80, 64, pattern)
     assert find_pattern(weight) == pattern
     values, _ = pack_if_smaller(weight).parts.values()
     assert values.shape == (80, 64 * pattern.n // pattern.m)
 
 
-def test_a_few_more_zeros_leave_n_of_m():
+def test_a_few_further_zeros_keep_n_of_m():
     weight = sparse(80, 64, NM(2, 4))
     weight[3, :20] = 0
     assert find_pattern(weight) == NM(2, 4)
-    weight[5:20] = 0  # so many that exactly the nonzeros take fewer bytes
+    weight[5:20] = 0  # now storing only the nonzeros takes fewer bytes
     assert find_pattern(weight) is None
 
 
-def test_one_other_row_leaves_no_n_of_m():
+def test_one_dense_row_prevents_n_of_m():
     weight = sparse(800, 64, NM(2, 4))
     weight[700, :64] = 1
     assert find_pattern(weight) is None
@@ -118,7 +119,7 @@ def test_one_other_row_leaves_no_n_of_m():
     assert values.ndim == 1 and torch.equal(codec.unpack(pack_if_smaller(weight).parts, (800, 64)), weight)
 
 
-def test_what_takes_no_fewer_bytes_stays_dense():
+def test_weights_that_packing_does_not_shrink_stay_dense():
     assert pack_if_smaller(sparse(80, 64, sparsity=0.0)) is None
     assert pack_if_smaller(sparse(80, 64, sparsity=0.03)) is None  # one bit per weight is 1/16 of 16 bits
     assert pack_if_smaller(sparse(80, 64, sparsity=0.15)) is not None
@@ -134,7 +135,7 @@ def test_parts_of_a_weight_give_the_product_of_the_whole(pattern, ranks):
     torch.testing.assert_close(torch.cat(rows, -1), whole)
     columns = [product(part, its) for part, its in zip(weight.chunk(ranks, 1), inputs.chunk(ranks, 1), strict=True)]
     torch.testing.assert_close(sum(columns), whole)
-    uneven = [slice(0, 50), slice(50, 96)]  # inside of a group of 4
+    uneven = [slice(0, 50), slice(50, 96)]  # within a group of 4
     torch.testing.assert_close(sum(product(weight[:, part], inputs[:, part]) for part in uneven), whole)
 
 
@@ -148,7 +149,7 @@ def test_merged_weights_give_the_products_of_each():
         torch.testing.assert_close(merged, torch.cat([functional.linear(inputs, each) for each in weights[:count]], -1))
 
 
-def test_the_entry_point_is_there():
+def test_the_vllm_entry_point_exists():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     name, target = settings["options.entry_points"]["vllm.general_plugins"].strip().split(" = ")

@@ -41,7 +41,7 @@ def test_a_merge_keeps_zeros_and_function(name, changes):
     assert (logits(merged) - logits(pruned(name))).abs().max() > 1e-3
 
 
-def test_without_it_the_merge_fills_the_zeros():
+def test_without_a_mask_the_merge_fills_the_zeros():
     merged = train(lora(pruned())).merge_and_unload()
     with pytest.raises(MoonshotError, match="no layer of the model is pruned"):
         find_pruned(merged)
@@ -90,11 +90,11 @@ def test_adapters_are_saved_and_loaded(tmp_path):
 @pytest.mark.parametrize(
     "first", ["optimum_moonshot.integrations.peft", "peft", "optimum_moonshot", "peft, optimum_moonshot"]
 )
-def test_whatever_is_imported_first(first):
-    """In another process: this package's module of adapters may be the first to ask for PEFT."""
-    known = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as known"
-    code = f"import {first}\nimport optimum_moonshot\nfrom optimum_moonshot.integrations.peft import MARK\n{known}"
-    command = [sys.executable, "-c", f"{code}\nassert known[MARK].__name__ == 'SparseLoraConfig'"]
+def test_registration_does_not_depend_on_the_import_order(first):
+    """In another process: this package's adapter module may be the first to import PEFT."""
+    mapping = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as mapping"
+    code = f"import {first}\nimport optimum_moonshot\nfrom optimum_moonshot.integrations.peft import MARK\n{mapping}"
+    command = [sys.executable, "-c", f"{code}\nassert mapping[MARK].__name__ == 'SparseLoraConfig'"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
 
@@ -123,7 +123,7 @@ LOADS = (
 
 
 def reload(folder, imports):
-    """What another process says of every way to load an adapter."""
+    """The output of another process for every way to load an adapter."""
     command = [sys.executable, "-c", RELOAD.format(imports=imports, loads=LOADS), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
@@ -133,7 +133,7 @@ def reload(folder, imports):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A pruned model and its masked adapter in files, with what they give."""
+    """The files of a pruned model and its masked adapter, with inputs and logits."""
     folder = tmp_path_factory.mktemp("adapter")
     pruned().save_pretrained(folder / "base")
     model = hf.AutoModelForCausalLM.from_pretrained(folder / "base")
@@ -145,10 +145,10 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_masked_adapter_is_no_other_model_without_this_package(saved):
-    said = reload(saved, "")
-    assert len(said) == len(LOADS)
-    assert all(line.startswith("KeyError") and "import optimum_moonshot before loading it" in line for line in said)
+def test_a_masked_adapter_is_refused_without_this_package(saved):
+    lines = reload(saved, "")
+    assert len(lines) == len(LOADS)
+    assert all(line.startswith("KeyError") and "import optimum_moonshot before loading it" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -156,11 +156,11 @@ def test_a_masked_adapter_is_no_other_model_without_this_package(saved):
     "imports",
     ["import importlib.util, optimum_moonshot; importlib.util.find_spec('peft')", "import peft, optimum_moonshot"],
 )
-def test_with_this_package_it_is_masked_again(saved, imports):
+def test_with_this_package_a_loaded_adapter_is_masked(saved, imports):
     assert reload(saved, imports) == ["True"] * len(LOADS)
 
 
-def test_what_is_loaded_again_trains_merges_and_is_saved_again(saved, tmp_path):
+def test_a_loaded_adapter_trains_merges_and_is_saved(saved, tmp_path):
     base = hf.AutoModelForCausalLM.from_pretrained(saved / "base")
     before = zeros(base)
     loaded = peft.PeftModel.from_pretrained(base, saved / "adapter", is_trainable=True)
@@ -184,8 +184,8 @@ def test_every_adapter_on_a_masked_layer_is_marked(tmp_path):
     adapted.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up_proj"]))
     adapted.add_weighted_adapter(["default", "second"], [0.7, 0.3], adapter_name="both", combination_type="cat")
     adapted.save_pretrained(tmp_path)
-    found = [json.loads(path.read_text())["peft_type"] for path in tmp_path.rglob("adapter_config.json")]
-    assert found == [MARK] * 3
+    types = [json.loads(path.read_text())["peft_type"] for path in tmp_path.rglob("adapter_config.json")]
+    assert types == [MARK] * 3
 
 
 def test_adapters_on_dense_layers_are_not_marked(tmp_path):
@@ -196,8 +196,8 @@ def test_adapters_on_dense_layers_are_not_marked(tmp_path):
     paths = {name: tmp_path / name / "adapter_config.json" for name in ("second",)} | {
         "default": tmp_path / "adapter_config.json"
     }
-    found = {name: json.loads(path.read_text())["peft_type"] for name, path in paths.items()}
-    assert found == {"default": "LORA", "second": MARK}
+    types = {name: json.loads(path.read_text())["peft_type"] for name, path in paths.items()}
+    assert types == {"default": "LORA", "second": MARK}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -215,7 +215,7 @@ def test_a_configuration_that_masks_from_the_start(name):
             peft.get_peft_model(pruned(name), SparseLoraConfig(**{**settings, **options}))
 
 
-def test_a_training_with_adapters_that_lack_a_mask_is_warned_of(tmp_path, caplog):
+def test_training_adapters_without_a_mask_emits_a_warning(tmp_path, caplog):
     from training_runs import trainer
 
     trainer(tmp_path, lora(pruned()), MoonshotCallback()).train()
@@ -267,7 +267,7 @@ def test_adapters_on_further_layers_need_a_second_call():
     assert_sparse(merged, before)
 
 
-def test_layers_that_are_dense_keep_a_plain_adapter():
+def test_dense_layers_keep_a_plain_adapter():
     adapted = sparse_lora(lora(pruned(targets=["up_proj"])))
     kinds = {
         name.rpartition(".")[2]: type(module) for name, module in adapted.named_modules() if hasattr(module, "lora_A")
@@ -306,7 +306,7 @@ def test_ia3_keeps_zeros_by_itself():
         (lambda: peft.LoraConfig(target_modules=["lm_head"]), "no adapter is on a pruned layer"),
     ],
 )  # fmt: skip
-def test_what_cannot_keep_zeros_is_refused(make_config, message):
+def test_adapters_that_cannot_keep_zeros_are_refused(make_config, message):
     adapted = peft.get_peft_model(pruned(), make_config())
     kinds = [type(module) for module in adapted.modules()]
     with pytest.raises(MoonshotError, match=message):
@@ -314,7 +314,7 @@ def test_what_cannot_keep_zeros_is_refused(make_config, message):
     assert [type(module) for module in adapted.modules()] == kinds
 
 
-def test_mistakes_are_named():
+def test_invalid_requests_are_refused():
     with pytest.raises(MoonshotError, match="model is a LlamaForCausalLM: give what get_peft_model returns"):
         sparse_lora(pruned())
     merged = lora(pruned(targets=["up_proj"]), target_modules=["q_proj", "up_proj"])
@@ -344,7 +344,7 @@ def test_a_model_with_adapters_is_not_pruned(tmp_path):
         trainer(tmp_path, adapted, MoonshotCallback(CONFIG, begin_step=3)).train()
 
 
-def test_layers_that_train_as_a_whole_beside_the_adapters(tmp_path):
+def test_fully_trained_layers_beside_adapters_keep_their_zeros(tmp_path):
     from training_runs import trainer
 
     model = pruned()
@@ -359,7 +359,7 @@ def test_layers_that_train_as_a_whole_beside_the_adapters(tmp_path):
     assert set(zeros(merged)) == set(before)
 
 
-def test_under_the_trainer(tmp_path):
+def test_masked_adapters_under_the_trainer(tmp_path):
     from training_runs import trainer
 
     model = pruned()

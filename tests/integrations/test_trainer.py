@@ -11,15 +11,12 @@ import transformers as hf
 from marks import slow
 from masked_models import pruned, zeros
 from models import make, token_batches
+from tiny_mixtures import same
 from training_runs import CONFIG, HALF, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
-
-
-def same(model, other):
-    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ def test_pruning_at_a_step(tmp_path):
 
 
 @pytest.mark.parametrize("recover", [None, "blockwise"])
-def test_pruning_under_mixed_precision_goes_block_by_block(recover, tmp_path):
+def test_pruning_under_mixed_precision_is_block_by_block(recover, tmp_path):
     callback = MoonshotCallback(replace(CONFIG, recover=recover, recover_steps=5), begin_step=2)
     run = trainer(tmp_path, make("llama"), callback, bf16=True)
     run.train()
@@ -108,15 +105,15 @@ def test_layers_of_different_patterns(tmp_path, capsys):
     callback = MoonshotCallback(config, begin_step=1)
     model = make("llama")
     trainer(tmp_path, model, callback).train()
-    said = "; 3 of them are 2:3; 6 of them are 2:4; 12 of them are 4:8"
-    assert said in capsys.readouterr().out
-    trainer(tmp_path, model, MoonshotCallback()).train()  # by what the model's configuration says
-    assert said in capsys.readouterr().out
+    counts = "; 3 of them are 2:3; 6 of them are 2:4; 12 of them are 4:8"
+    assert counts in capsys.readouterr().out
+    trainer(tmp_path, model, MoonshotCallback()).train()  # patterns from the model's configuration
+    assert counts in capsys.readouterr().out
     trainer(tmp_path, model, MoonshotCallback(targets=("lm_head", "proj"))).train()
-    assert f"over 22 layers: every removed weight is zero{said}" in capsys.readouterr().out
+    assert f"over 22 layers: every removed weight is zero{counts}" in capsys.readouterr().out
 
 
-def test_calibration_data_of_the_configuration(tmp_path):
+def test_the_callback_uses_the_calibration_data_of_the_configuration(tmp_path):
     data = token_batches(6)
     callback = MoonshotCallback(replace(CONFIG, calibration=data), begin_step=1)
     model, expected = make("llama"), make("llama")
@@ -130,12 +127,12 @@ def test_pruning_over_a_schedule(tmp_path):
     run = trainer(tmp_path, make("llama"), MoonshotCallback(HALF, end_step=4, every=2))
     run.train()
     logged = [entry["moonshot_sparsity"] for entry in run.state.log_history if "loss" in entry]
-    wanted = [0.6 * (1 - (1 - (step // 2 + 1) / 3) ** 3) for step in range(6)]
-    assert logged == pytest.approx(wanted, abs=3e-3)
+    expected = [0.6 * (1 - (1 - (step // 2 + 1) / 3) ** 3) for step in range(6)]
+    assert logged == pytest.approx(expected, abs=3e-3)
     assert logged[-1] == pytest.approx(0.6, abs=2e-3)
 
 
-def test_pruning_does_not_move_the_random_state(tmp_path):
+def test_pruning_keeps_the_random_state(tmp_path):
     """Pruning to sparsity 0 changes nothing else: dropout, shuffling and the random numbers after it are the same."""
 
     def run(*callbacks):
@@ -191,9 +188,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, first_save, tmp_path):
     resumed = trainer(tmp_path, model(), make_callback(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{first_save}"))
     assert same(whole.model, resumed.model)
-    ours = ("loss", "moonshot_sparsity", "moonshot_loss")
+    fields = ("loss", "moonshot_sparsity", "moonshot_loss")
     history = [
-        [{key: entry.get(key) for key in ours} for entry in run.state.log_history if "loss" in entry]
+        [{key: entry.get(key) for key in fields} for entry in run.state.log_history if "loss" in entry]
         for run in (whole, resumed)
     ]
     assert history[0] == history[1] and len(history[0]) == 8
@@ -201,8 +198,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, first_save, tmp_path):
     assert "moonshot_sparsity" in state["log_history"][-1]
 
 
-def test_a_weight_that_training_brings_to_zero_before_a_checkpoint_stays_there(tmp_path):
-    """As it does for a run that resumes there, which knows the zeros alone."""
+def test_a_weight_that_is_zero_at_a_checkpoint_stays_zero(tmp_path):
+    """A run that resumes from the checkpoint has only its zeros as the mask."""
 
     class Zero(hf.TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -217,7 +214,7 @@ def test_a_weight_that_training_brings_to_zero_before_a_checkpoint_stays_there(t
         assert (model.model.layers[0].mlp.up_proj.weight[0, zero.place] == 0) == bool(changes)
 
 
-def test_a_checkpoint_from_before_the_pruning_is_not_passed_off_as_pruned(tmp_path):
+def test_restoring_a_checkpoint_from_before_the_pruning_is_an_error(tmp_path):
     model = make("llama")
     callback = MoonshotCallback(CONFIG, begin_step=2)
 
@@ -230,7 +227,7 @@ def test_a_checkpoint_from_before_the_pruning_is_not_passed_off_as_pruned(tmp_pa
         trainer(tmp_path, model, callback, Restore()).train()
 
 
-def test_what_cannot_work_is_said_at_the_start(tmp_path):
+def test_invalid_requests_are_refused_at_the_start(tmp_path):
     with pytest.raises(MoonshotError, match="no layer of the model is pruned"):
         trainer(tmp_path, make("llama"), MoonshotCallback()).train()
     with pytest.raises(MoonshotError, match="before step 6 is never reached: the training has 6 steps"):
@@ -288,7 +285,7 @@ def test_a_failure_of_the_callback_leaves_no_hook(tmp_path):
     assert not hooks_of(dense)
 
 
-def test_hooks_of_an_interrupted_training_can_be_removed(tmp_path):
+def test_detach_removes_the_hooks_of_an_interrupted_training(tmp_path):
     class Interrupt(hf.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             raise KeyboardInterrupt
@@ -310,7 +307,7 @@ def test_training_that_ends_before_the_pruning_is_an_error(tmp_path):
         trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, begin_step=3), Stop()).train()
 
 
-def test_calibration_samples_come_through_the_collator_at_random():
+def test_calibration_samples_are_drawn_at_random_through_the_collator():
     class Loader:
         dataset = [{"x": i} for i in range(20)]
 

@@ -38,7 +38,7 @@ MODELS = {
     ),
 }
 PATTERNS = {"2:4": {"pattern": "2:4"}, "0.7": {"pattern": "unstructured", "sparsity": 0.7}}
-# What vLLM merges into one layer.
+# The layers that vLLM merges into one.
 MERGED = {
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "self_attn.o_proj": ["self_attn.o_proj"],
@@ -52,7 +52,7 @@ KINDS = [*((name, pattern) for name in MODELS for pattern in PATTERNS), ("llama"
 
 
 def save(folder, name, pattern):
-    """A pruned model with biases, in folders called as the formats."""
+    """Saves a pruned model with biases in one folder per format."""
     torch.manual_seed(0)
     model = MODELS[name]()
     with torch.no_grad():
@@ -73,7 +73,7 @@ def save(folder, name, pattern):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a model; all are made before vLLM changes classes of transformers."""
+    """Returns the folder of a model; all are saved before vLLM changes classes of transformers."""
     root = tmp_path_factory.mktemp("saved")
     for number, kind in enumerate(KINDS):
         save(root / str(number), *kind)
@@ -92,7 +92,7 @@ def load(folder, **options):
 
 
 def generate(llm):
-    """Of every prompt: the greedy tokens, and the log-probabilities of some at each."""
+    """For every prompt the greedy tokens, and the log-probabilities of the four likeliest at each step."""
     greedy = vllm.SamplingParams(temperature=0, max_tokens=12, logprobs=4, ignore_eos=True, detokenize=False)
     outputs = [request.outputs[0] for request in llm.generate(PROMPTS, greedy, use_tqdm=False)]
     return [
@@ -101,15 +101,15 @@ def generate(llm):
     ]
 
 
-def assert_same(found, expected):
-    for (tokens, steps), (wanted, wanted_steps) in zip(found, expected, strict=True):
-        assert tokens == wanted
-        for step, wanted_step in zip(steps, wanted_steps, strict=True):
-            assert step == pytest.approx(wanted_step, abs=1e-4)
+def assert_same(actual, expected):
+    for (tokens, steps), (expected_tokens, expected_steps) in zip(actual, expected, strict=True):
+        assert tokens == expected_tokens
+        for step, expected_step in zip(steps, expected_steps, strict=True):
+            assert step == pytest.approx(expected_step, abs=1e-4)
 
 
 def weights(llm):
-    """Each linear layer's weight as it multiplies, and whether it is packed in memory, by its name."""
+    """Each linear layer's effective weight, and whether it is packed in memory, by name."""
 
     def read(model):
         methods = {name: (module, getattr(module, "quant_method", None)) for name, module in model.named_modules()}
@@ -119,8 +119,8 @@ def weights(llm):
             if type(method).__name__ == "PackedLinearMethod"
         }
 
-    (found,) = llm.apply_model(read)
-    return found
+    (layers,) = llm.apply_model(read)
+    return layers
 
 
 @pytest.fixture(autouse=True)
@@ -145,14 +145,14 @@ def test_packed_is_served_as_dense(name, pattern, saved):
 @pytest.mark.parametrize("pattern", [*PATTERNS, "partly"])
 def test_weights_are_those_of_the_files_bit_for_bit(pattern, saved):
     folder = saved("llama", pattern)
-    stored, found = load_file(folder / "dense" / "model.safetensors"), weights(load(folder / "packed"))
+    stored, served = load_file(folder / "dense" / "model.safetensors"), weights(load(folder / "packed"))
     for layer in ("model.layers.0", "model.layers.1"):
         for name, parts in MERGED.items():
-            weight, _ = found[f"{layer}.{name}"]
+            weight, _ = served[f"{layer}.{name}"]
             assert torch.equal(weight, torch.cat([stored[f"{layer}.{part}.weight"] for part in parts]))
 
 
-def test_packed_experts_are_dense_in_memory_and_a_line_says_so(saved, caplog, monkeypatch):
+def test_packed_experts_are_dense_in_memory_with_a_warning(saved, caplog, monkeypatch):
     folder = saved("mixtral", "2:4")
     stored = load_file(folder / "packed" / "moonshot.safetensors")
     assert sum(name.endswith("weight_packed") and ".experts." in name for name in stored) == 2 * 4 * 3
@@ -161,7 +161,7 @@ def test_packed_experts_are_dense_in_memory_and_a_line_says_so(saved, caplog, mo
     assert "the experts of 2 layers are dense in memory" in caplog.text
 
 
-def test_a_dense_checkpoint_is_packed_when_asked(saved):
+def test_a_dense_checkpoint_is_packed_on_request(saved):
     folder = saved("qwen2", "0.7")
     llm = load(folder / "dense", quantization="moonshot")
     assert all(packed for _, packed in weights(llm).values())
@@ -175,7 +175,7 @@ def test_weights_are_not_loaded_again(saved):
 
 
 def test_two_processes_share_the_layers(saved, monkeypatch):
-    """Rows of q, k, v, gate and up are cut, columns of the others."""
+    """q, k, v, gate and up are sharded by rows, the other layers by columns."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
     folder = saved("llama-tied", "2:4")
     expected = generate(load(folder / "dense"))
@@ -198,7 +198,7 @@ def test_files_that_are_not_in_the_index_are_refused(packed):
 
 
 @pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"])
-def test_a_weight_that_is_in_no_file_is_missed(lost, packed):
+def test_a_weight_missing_from_all_files_is_an_error(lost, packed):
     path, index = packed / "moonshot.safetensors", packed / "moonshot.safetensors.index.json"
     with safe_open(path, "pt") as file:
         layers = Description.read(file.metadata()).layers

@@ -1,6 +1,6 @@
-"""Families that the survey of all architectures has (benchmarks/architectures.py), each by its tiny random model.
+"""Families of the survey of all architectures (benchmarks/architectures.py), each as a tiny random model.
 
-What the survey found must stay so: the pattern is exact, blocks are chains, and what stays dense says why.
+They hold the survey's results: the pattern is exact, blocks are sequential, and skipped layers have a reason.
 """
 
 import pytest
@@ -28,12 +28,12 @@ def batches(family, model):
         return [
             {"pixel_values": torch.randn(shape, generator=generator), "labels": torch.tensor([0, 1])} for _ in range(2)
         ]
-    found = [{"input_ids": batch["input_ids"] % 70 + 3} for batch in token_batches(4)]
-    return [{**batch, "labels": batch["input_ids"]} for batch in found] if model.config.is_encoder_decoder else found
+    data = [{"input_ids": batch["input_ids"] % 70 + 3} for batch in token_batches(4)]
+    return [{**batch, "labels": batch["input_ids"]} for batch in data] if model.config.is_encoder_decoder else data
 
 
 def uncalled(model, batch):
-    """The Linears of a model's blocks whose forward a call of the model does not call."""
+    """The Linears of a model whose forward the model's forward does not call."""
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
     called = set()
     for name in linears:
@@ -44,14 +44,14 @@ def uncalled(model, batch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_prunes_or_says_why_not(family):
+def test_every_family_is_pruned_with_a_reason_for_skipped_layers(family):
     model = made(family)
     data, (_, chains, loose, reasons) = batches(family, model), FAMILIES[family]
     blocks = find_structure(model).blocks
     with frozen(model):
-        found = find_block_sequences(model, blocks, shorten(data[0]), True, None)
-    assert chains is None or [len(chain) for chain in found.sequential] == chains
-    assert loose is None or len(found.non_sequential) == loose
+        sequences = find_block_sequences(model, blocks, shorten(data[0]), True, None)
+    assert chains is None or [len(chain) for chain in sequences.sequential] == chains
+    assert loose is None or len(sequences.non_sequential) == loose
     report = MoonshotPruner(model, MoonshotConfig(pattern="2:4", num_samples=4, batch_size=2)).prune(
         data, progress=False
     )
@@ -65,13 +65,13 @@ def test_a_family_prunes_or_says_why_not(family):
         assert read == uncalled(made(family), data[0])
     reasons = [each if isinstance(each, tuple) else (each,) for each in reasons]
     for each in reasons:
-        assert each == (READ,) or any(reason in found for reason in each for found in report.skipped.values()), each
-    for name, found in report.skipped.items():
-        assert any(reason in found for each in reasons for reason in each), (name, found)
+        assert each == (READ,) or any(reason in text for reason in each for text in report.skipped.values()), each
+    for name, text in report.skipped.items():
+        assert any(reason in text for each in reasons for reason in each), (name, text)
 
 
-def test_blocks_in_a_list_of_lists_are_blocks():
-    """Nobody calls a list: as a block it would never be reached."""
+def test_blocks_are_found_in_a_list_of_lists():
+    """A list has no forward: as a block it would never be reached."""
     names = [name for name, _ in find_blocks(made("poolformer"))]
     assert "poolformer.encoder.block.0.0" in names and "poolformer.encoder.block.0" not in names
     pair = nn.ModuleList([nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))])])
@@ -82,7 +82,7 @@ def test_blocks_in_a_list_of_lists_are_blocks():
     "family, part",
     [("xlnet", "ff"), ("switch_transformers", "expert"), ("swinv2", "continuous_position_bias_mlp")],
 )
-def test_layers_that_do_not_show_the_samples_are_found(family, part):
+def test_layers_without_identifiable_samples_are_detected(family, part):
     model = made(family)
     probe = shorten(batches(family, model)[0], samples=2)
     with frozen(model):
@@ -90,7 +90,7 @@ def test_layers_that_do_not_show_the_samples_are_found(family, part):
     assert unshown and any(part in name for name in unshown)
 
 
-def test_layers_that_show_the_samples_are_left_in_peace():
+def test_layers_with_identifiable_samples_are_not_reported():
     for name in ("llama", "bert", "gpt2"):
         model = make(name)
         probe = shorten(token_batches(padded=True)[0], samples=2)
@@ -99,7 +99,7 @@ def test_layers_that_show_the_samples_are_left_in_peace():
 
 
 @pytest.mark.parametrize("family", ["xlnet", "switch_transformers"])
-def test_a_batch_gives_what_its_samples_give_alone(family):
+def test_a_batch_gives_the_losses_of_single_samples(family):
     reports = []
     for size in (2, 1):
         model = made(family)
@@ -111,26 +111,26 @@ def test_a_batch_gives_what_its_samples_give_alone(family):
     assert [layer.loss for layer in together.layers] == [layer.loss for layer in alone.layers]
 
 
-def test_padding_is_told_apart_without_gradients_too():
-    """Tokens come before samples in XLNet: a mask [samples, tokens] laid over them would hide others."""
-    found = []
+def test_padding_is_separated_without_gradients():
+    """XLNet has tokens before samples: a mask [samples, tokens] on its inputs would hide other tokens."""
+    reports = []
     for size in (2, 1):
         model = made("xlnet")
         data = [{**batch, "input_ids": batch["input_ids"] % 70 + 3} for batch in token_batches(4, padded=True)]
         config = MoonshotConfig(solver="wanda", pattern="2:4", lam=1.0, num_samples=4, batch_size=size)
-        found.append(MoonshotPruner(model, config).prune(data, progress=False))
-    for layer, other in zip(found[0].layers, found[1].layers, strict=True):
+        reports.append(MoonshotPruner(model, config).prune(data, progress=False))
+    for layer, other in zip(reports[0].layers, reports[1].layers, strict=True):
         assert layer.loss == pytest.approx(other.loss, rel=1e-4)
 
 
-def test_nothing_is_asked_where_it_does_not_matter(monkeypatch):
-    monkeypatch.delattr(samples, "run_model")  # which a probe would call
+def test_lambda_1_runs_no_probe_of_the_samples(monkeypatch):
+    monkeypatch.delattr(samples, "run_model")  # a probe would call it
     config = MoonshotConfig(pattern="2:4", num_samples=4, batch_size=2, lam=1.0)
     model = made("llama")
     MoonshotPruner(model, config).prune(batches("llama", model), progress=False)
 
 
-def test_a_model_that_cannot_read_the_data_says_so():
+def test_a_model_that_cannot_read_the_data_is_refused():
     torch.manual_seed(0)
     model = hf.BlipForConditionalGeneration(tiny_config("blip", "BlipForConditionalGeneration"))
     config = MoonshotConfig(pattern="2:4", num_samples=4)
@@ -140,7 +140,7 @@ def test_a_model_that_cannot_read_the_data_says_so():
 
 
 class Chooser(nn.Module):
-    """A part whose outputs the loss follows by a choice alone, and a part behind it."""
+    """A part whose outputs affect the loss through an argmax alone, and a part after it."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ class Chooser(nn.Module):
         return hidden
 
 
-def test_a_part_without_a_gradient_is_pruned_by_its_reconstruction():
+def test_a_part_without_a_gradient_is_pruned_with_lambda_1():
     generator = torch.Generator().manual_seed(0)
     data = [{"inputs": torch.randn(2, 8, generator=generator), "labels": torch.tensor([1, 2])} for _ in range(2)]
     torch.manual_seed(0)

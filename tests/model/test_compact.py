@@ -1,4 +1,4 @@
-"""Compaction: a smaller model of the same class with the same outputs, or zeros that stay and a reason."""
+"""Compaction: a smaller model of the same class with the same outputs, or zeros with the reason."""
 
 import copy
 import json
@@ -15,10 +15,10 @@ from optimum_moonshot.model.structured_groups import find_structured_groups
 
 GROUPED_HEADS = {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
 NEURONS = {"intermediate_size": (24, 19)}
-# Not every release of transformers lets the size of a vision transformer's heads be chosen: without, they stay.
+# Some releases of transformers have no `head_dim` for vision transformers: their heads stay.
 SIZED = len({hf.ViTModel(hf.ViTConfig(**PATCHED, **heads)).num_parameters() for heads in ({}, {"head_dim": 2})}) == 2
 VISION_HEADS = {"num_attention_heads": (4, 2), "head_dim": (None, 4)} if SIZED else {}
-# What changes in the configuration without 5 neurons and half of the heads; where heads are missing, they stay.
+# Changes of the configuration without 5 neurons and half of the heads; heads stay where they are not listed.
 CHANGES = {
     **dict.fromkeys(
         ["llama", "llama-tied-biased", "mistral-sliding", "qwen3", "gemma", "gemma2", "gemma3"],
@@ -37,7 +37,7 @@ CHANGES = {
 
 
 def kill(model, neurons=5, heads=None, only=None):
-    """Zero the columns of so many random neurons and heads (half of them) of every layer."""
+    """Zeroes the columns of random groups of every layer: `neurons` neurons, and `heads` heads (default: half)."""
     generator = torch.Generator().manual_seed(1)
     for each in find_structured_groups(model)[0].values():
         count = neurons if each.size == 1 else each.count // 2 if heads is None else heads
@@ -124,7 +124,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_where_the_width_is_configured(name, tmp_path):
+def test_the_configuration_field_of_the_width_is_found(name, tmp_path):
     torch.manual_seed(0)
     build, changes = OTHERS[name]
     model = kill(spread(build()))
@@ -145,11 +145,11 @@ def test_half_precision(dtype, tmp_path):
     small.save_pretrained(tmp_path)
     loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == dtype
-    exact, found = logits(model, inputs_of(model)).float(), logits(loaded, inputs_of(model)).float()
-    assert (found - exact).norm() < 0.02 * exact.norm()
+    expected, actual = logits(model, inputs_of(model)).float(), logits(loaded, inputs_of(model)).float()
+    assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
-def test_mixed_dtypes_stay():
+def test_mixed_dtypes_are_kept():
     model = OTHERS["one field for encoder and decoder"][0]().half()
     for name, module in model.named_modules():
         if name.endswith(".wo"):
@@ -160,12 +160,12 @@ def test_mixed_dtypes_stay():
     assert len({*dtypes.values()}) == 2
 
 
-def test_tied_weights_stay_tied_and_are_no_ones_copy(tmp_path):
+def test_tied_weights_stay_tied_and_share_no_memory_with_the_model(tmp_path):
     model = kill(make("llama-tied-biased"))
     small, _ = compact_model(model)
     assert small.lm_head.weight is small.model.embed_tokens.weight
-    theirs = {parameter.data_ptr() for parameter in model.parameters()}
-    assert not any(parameter.data_ptr() in theirs for parameter in small.parameters())
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not any(parameter.data_ptr() in pointers for parameter in small.parameters())
 
 
 def test_generation_with_a_cache():
@@ -175,8 +175,8 @@ def test_generation_with_a_cache():
     ids = token_batches()[0]["input_ids"]
     assert small.generation_config.max_new_tokens == 12
     settings = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-    found, expected = (one.generate(ids, **settings) for one in (small, model))
-    assert found.shape == (2, 24) and torch.equal(found, expected)
+    generated, expected = (one.generate(ids, **settings) for one in (small, model))
+    assert generated.shape == (2, 24) and torch.equal(generated, expected)
     assert torch.equal(small.generate(ids, use_cache=False, **settings), expected)
 
 
@@ -203,7 +203,7 @@ def test_one_width_serves_all_layers():
     assert torch.allclose(logits(small, inputs_of(model)), logits(model, inputs_of(model)), atol=1e-5)
 
 
-def test_as_many_heads_leave_as_the_architecture_allows():
+def test_the_architecture_limits_the_heads_that_are_removed():
     config = hf.LlamaConfig(**{**TEXT, "num_attention_heads": 8})
     model = kill(spread(hf.LlamaForCausalLM(config)), neurons=0, heads=5)
     small, done = compact_model(model)
@@ -223,7 +223,7 @@ def test_a_layer_without_any_neuron_keeps_one():
     assert torch.allclose(logits(small, inputs_of(model)), logits(model, inputs_of(model)), atol=1e-5)
 
 
-def test_what_cannot_be_compacted_is_refused():
+def test_models_that_cannot_be_compacted_are_refused():
     with pytest.raises(MoonshotError, match="nothing to compact: no neuron or head has only zeros"):
         compact_model(make("llama"))
     with pytest.raises(MoonshotError, match="model is a Linear"):
@@ -239,7 +239,7 @@ def test_what_cannot_be_compacted_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", ["model.layers.1.self_attn.v_proj.weight", "lm_head.weight"])
 def test_a_smaller_model_with_other_outputs_is_refused(part, dtype, monkeypatch):
-    """2% off in one matrix: bfloat16 logits hide that, the comparison of decoder layers in float32 does not."""
+    """One matrix is 2% off: bfloat16 logits hide it, the float32 comparison of decoder layers does not."""
     model = make("llama").to(dtype)
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5))
     pruner.prune(progress=False)
@@ -282,8 +282,8 @@ def test_prune_compact_save_and_load(tmp_path):
     assert again.compact().config["intermediate_size"] == (12, 6)
 
 
-def test_the_smaller_model_says_where_the_dense_one_came_from(tmp_path):
-    """Its card takes over what the dense model's says."""
+def test_the_smaller_model_names_its_base_model(tmp_path):
+    """Its card keeps the metadata of the dense model's card."""
     make("llama").save_pretrained(tmp_path / "dense")
     (tmp_path / "dense/README.md").write_text("---\nlicense: mit\n---\n# Dense\n")
     config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5)

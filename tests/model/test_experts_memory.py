@@ -1,11 +1,14 @@
-"""What a layer of experts takes: the solver's numbers are those of one expert; nothing is gathered or shown twice."""
+"""Memory and passes of fused experts: solvers hold one expert at a time; no token is gathered or shown twice."""
 
 from types import SimpleNamespace
 
 import pytest
+import tiny_mixtures
 import torch
 import transformers as hf
 from models import token_batches
+from tiny_mixtures import experts
+from torch.nn import functional
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.calibration.observer import LayerStatistics
@@ -30,14 +33,7 @@ EXPERTS = 64
 
 
 def mixtral(experts=EXPERTS, **changes):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_local_experts=experts)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=64)
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**{**sizes, **heads, **changes})).eval()
-
-
-def experts(model):
-    return [layer for layer in find_structure(model).layers() if layer.separate]
+    return tiny_mixtures.mixtral(experts, num_hidden_layers=1, **changes)
 
 
 def statistics(layer, diagonal):
@@ -47,56 +43,56 @@ def statistics(layer, diagonal):
     return LayerStatistics(gram.diagonal(dim1=1, dim2=2).clone() if diagonal else gram, None, 8, diagonal)
 
 
-@pytest.mark.parametrize("solver", ["wanda", "sparsegpt"])
-@pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.7)])
-def test_results_are_of_the_layers_dtype_and_the_rest_of_one_expert(solver, shares):
-    made, layer = make_solver(solver, {}), experts(mixtral().bfloat16())[0]
-    known, patterns = statistics(layer, made.objective.diagonal_only), [Unstructured(share) for share in shares]
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("sparsities", [(0.5,), (0.5, 0.7)])
+def test_solving_holds_results_in_the_layers_dtype_and_the_memory_of_one_expert(name, sparsities):
+    solver, layer = make_solver(name, {}), experts(mixtral().bfloat16())[0]
+    of_layer, patterns = statistics(layer, solver.objective.diagonal_only), [Unstructured(each) for each in sparsities]
     peaks = []
     for count in (1, EXPERTS):
-        some = layer.expert(0) if count == 1 else layer
-        own = next(known.groups(EXPERTS)) if count == 1 else known
+        part = layer.expert(0) if count == 1 else layer
+        of_part = next(of_layer.groups(EXPERTS)) if count == 1 else of_layer
         with LiveBytes() as live:
-            found = solve(made, some, own, 1.0, patterns)
+            results = solve(solver, part, of_part, 1.0, patterns)
         peaks.append(live.peak)
-    weights = len(shares) * layer.parameter.nbytes
-    assert {weight.dtype for _, weight in found} == {torch.bfloat16}
-    assert weights <= peaks[1] <= weights + 1.2 * peaks[0] < weights + 2 * layer.parameter.numel() * len(shares)
+    weights = len(sparsities) * layer.parameter.nbytes
+    assert {weight.dtype for _, weight in results} == {torch.bfloat16}
+    assert weights <= peaks[1] <= weights + 1.2 * peaks[0] < weights + 2 * layer.parameter.numel() * len(sparsities)
 
 
-@pytest.mark.parametrize("solver", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_expert_is_solved_as_if_alone_to_the_bit(solver, dtype):
-    made, pattern = make_solver(solver, {}), Unstructured(0.6)
+def test_every_expert_is_solved_as_if_alone_bit_for_bit(name, dtype):
+    solver, pattern = make_solver(name, {}), Unstructured(0.6)
     layer = experts(mixtral(experts=4).to(dtype))[1]
-    known = statistics(layer, made.objective.diagonal_only)
-    ((report, weight),) = solve(made, layer, known, 1.0, [pattern])
+    of_layer = statistics(layer, solver.objective.diagonal_only)
+    ((report, weight),) = solve(solver, layer, of_layer, 1.0, [pattern])
     zeros = 0
-    for index, own in enumerate(known.groups(4)):
+    for index, of_expert in enumerate(of_layer.groups(4)):
         matrix = layer.matrix.unflatten(0, (4, -1))[index]
-        if made.objective.diagonal_only:
-            objective = DiagonalQuadratic.build(matrix, own.inputs, None, 8, 1.0)
+        if solver.objective.diagonal_only:
+            objective = DiagonalQuadratic.build(matrix, of_expert.inputs, None, 8, 1.0)
         else:
-            objective = Quadratic.build(matrix, own.inputs, None, 1.0)
-        alone = made.solve(objective, pattern).weight.to(dtype)
+            objective = Quadratic.build(matrix, of_expert.inputs, None, 1.0)
+        alone = solver.solve(objective, pattern).weight.to(dtype)
         zeros += int((alone == 0).sum())
         assert torch.equal(weight.unflatten(0, (4, -1))[index], alone)
     assert report.sparsity == zeros / weight.numel()
 
 
-def test_sums_of_a_dense_weight_come_expert_by_expert():
+def test_weight_sums_are_computed_expert_by_expert():
     layer = experts(mixtral())[0]
     with LiveBytes() as live:
-        told = weight_sums(layer)
+        sums = weight_sums(layer)
     assert live.peak < 4 * 8 * layer.parameter[0].numel()
-    total = float(told.split()[-2])
+    total = float(sums.split()[-2])
     assert total == pytest.approx(float(layer.matrix.double().sum()), rel=1e-9)
     with torch.no_grad():
         layer.parameter[5, 3, 2] += 1e-3
-    assert weight_sums(layer) != told
+    assert weight_sums(layer) != sums
 
 
-def test_a_student_has_the_pruned_weights_in_float32_and_not_the_dense_ones_too():
+def test_a_student_holds_float32_copies_of_the_pruned_weights_alone():
     (block,) = find_structure(mixtral().bfloat16()).blocks
     weights = [(layer, layer.matrix.clone()) for layer in block.layers]
     size = sum(weight.numel() for _, weight in weights)
@@ -122,7 +118,7 @@ class Passes:
 
 
 def shown(model, diagonal=False):
-    """All tokens to all experts: what was found, into which sums, and the passes."""
+    """Sums of all experts after calibration on all tokens, and the passes over the data."""
     passes, layers = Passes(model), experts(model)
     sums = {layer.name: statistics(layer, diagonal).inputs for layer in layers}
     solver, names = make_solver("wanda" if diagonal else "sparsegpt", {}), [layer.name for layer in layers]
@@ -134,8 +130,39 @@ def shown(model, diagonal=False):
     return sums, passes
 
 
+def test_all_tokens_reach_every_expert():
+    model, batches = tiny_mixtures.mixtral(), split_batches(token_batches(), 1)
+    seen = []
+    handle = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            run_model(model, batch)
+    handle.remove()
+    tokens = torch.cat(seen)
+    _, _, gate_up, down = experts(model)
+    spec = StatisticsSpec(make_solver("sparsegpt", {}), {}, dict.fromkeys((gate_up.name, down.name), 1.0), len(batches))
+    under_calibrated = UnderCalibratedExperts(spec, Backoff(Storage(torch.device("cpu"))), [])
+    counts = {gate_up.name: [0, 0, 0, 0], down.name: [99, 0, 99, 99]}
+    sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
+    observer = SimpleNamespace(
+        reached=lambda layer: True,
+        sums=lambda layer: sums[layer.name],
+        tokens=lambda layer: torch.tensor(counts[layer.name]),
+    )
+    under_calibrated.observe(Passes(model), [gate_up, down], observer)
+    assert under_calibrated.experts == {gate_up.name: [0, 1, 2, 3], down.name: [1]}
+    replaced = {(name, expert) for name, numbers in under_calibrated.experts.items() for expert in numbers}
+    assert under_calibrated.replaced == replaced
+    for expert in range(4):
+        torch.testing.assert_close(sums[gate_up.name][expert], tokens.T @ tokens)
+    gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
+    inner = functional.silu(gate) * up
+    torch.testing.assert_close(sums[down.name][1], inner.T @ inner, rtol=1e-4, atol=1e-6)
+    assert (sums[down.name][[0, 2, 3]] == 7).all()
+
+
 def test_an_expert_is_shown_every_token_once(monkeypatch):
-    """The last one alone comes after others, which its tokens have for their other choices."""
+    """A call ends after the expert that is shown; only before the last one the tokens pass their second choice."""
     rows, original = {}, _Watched.product
 
     def counted(self, key, expert, turned, inputs, output):
@@ -148,15 +175,15 @@ def test_an_expert_is_shown_every_token_once(monkeypatch):
     assert rows == dict.fromkeys(("gate_up_proj", "down_proj"), passes.tokens * (6 + 1))
 
 
-def test_an_expert_in_pieces_is_shown_all_of_them():
-    """A module may multiply an expert's tokens some at a time."""
+def test_an_expert_computed_in_chunks_is_shown_all_tokens():
+    """A module may multiply an expert's tokens in chunks."""
     model, other = mixtral(experts=6), mixtral(experts=6)
     module = other.model.layers[0].mlp.experts
     whole = type(module).forward
 
     def in_pieces(hidden, index, weights):
         cut = len(hidden) // 3
-        parts = [(hidden[some], index[some], weights[some]) for some in (slice(0, cut), slice(cut, None))]
+        parts = [(hidden[tokens], index[tokens], weights[tokens]) for tokens in (slice(0, cut), slice(cut, None))]
         return torch.cat([whole(module, *part) for part in parts])
 
     module.forward = in_pieces
@@ -169,18 +196,18 @@ def test_all_tokens_take_no_memory_beside_the_sums():
     gram = statistics(experts(model)[0], False).inputs.nbytes
     with LiveBytes() as live:
         sums, _ = shown(model)
-    made = sum(map(torch.Tensor.nbytes.__get__, sums.values()))
-    assert live.peak < made + gram  # these are made inside as well
+    size = sum(map(torch.Tensor.nbytes.__get__, sums.values()))
+    assert live.peak < size + gram  # the sums are allocated inside as well
 
 
 def plan(**fields):
     config = hf.MixtralConfig(**mixtral().config.to_dict())
-    asked = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16, lam=1)
-    return MoonshotPruner.plan_for(config, MoonshotConfig(**{**asked, **fields}))
+    defaults = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16, lam=1)
+    return MoonshotPruner.plan_for(config, MoonshotConfig(**{**defaults, **fields}))
 
 
-def test_a_plan_counts_the_pass_that_starved_experts_take():
-    """128 tokens to 2 of 64 experts are 4 to each: too few for 24 inputs. Another pass leads on to the next block."""
+def test_a_plan_counts_the_pass_for_under_calibrated_experts():
+    """128 tokens to 2 of 64 experts are 4 to each: too few for 24 inputs. One more pass feeds the next block."""
     passes = {how: plan(under_calibrated_experts=how).blocks[0].passes for how in ("all", "magnitude", "routed")}
     assert passes == {"all": 3, "magnitude": 2, "routed": 1}
     assert plan(num_samples=16).blocks[0].passes == 2
@@ -188,14 +215,14 @@ def test_a_plan_counts_the_pass_that_starved_experts_take():
 
 
 def test_a_plan_counts_the_weights_of_all_experts_while_they_are_solved():
-    solving = [moment for moment in plan(solver="wanda").snapshots if moment.phase == "solver"]
-    peak = max(solving, key=lambda moment: moment.total("cpu"))
+    solving = [snapshot for snapshot in plan(solver="wanda").snapshots if snapshot.phase == "solver"]
+    peak = max(solving, key=lambda snapshot: snapshot.total("cpu"))
     gate_up, down = EXPERTS * 48 * 16 * 4, EXPERTS * 16 * 24 * 4
     assert peak.where.endswith("down_proj") and peak.items["results"]["cpu"] >= gate_up
     assert down < peak.items["solver"]["cpu"] < 1.5 * down
 
 
-def test_what_does_not_grow_with_the_tokens_is_not_counted_up():
+def test_phases_that_do_not_grow_with_the_tokens_are_not_extrapolated():
     def timing(seconds):
         return {("capture", ""): seconds, ("observed", "block"): 2 * seconds, ("storage", "block"): 5.0}
 

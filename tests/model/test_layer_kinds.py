@@ -1,4 +1,4 @@
-"""The normal form of every kind of layer: one table of modules, and the laws that each of them obeys."""
+"""Layer adapters: one table of modules, and the invariants of the normal form for each."""
 
 import copy
 
@@ -42,7 +42,7 @@ def form(request):
 
 @pytest.fixture(params=[None, 1, 4000])
 def strips(request, monkeypatch):
-    """Convolutions in one strip, row by row, and a few rows at a time."""
+    """Convolutions in one strip, row by row, and in strips of a few rows."""
     if request.param is not None:
         monkeypatch.setattr(layer_kinds, "STRIP_BYTES", request.param)
 
@@ -54,7 +54,7 @@ def inputs_of(form, samples=SAMPLES):
 
 
 def normal(form, inputs):
-    """What the layer multiplies, literally: [samples, groups, tokens, in]."""
+    """The reference inputs of the product: [samples, groups, tokens, in]."""
     conv = form.module
     if not form.images:
         return inputs[:, None]
@@ -83,7 +83,7 @@ def test_the_matrix_and_back_is_the_parameter(form):
 
 
 def test_the_output_is_the_inputs_times_the_matrix(form, strips):
-    """An output has the shape of its gradient: so `pairs` brings it to the normal form."""
+    """`pairs` takes the output in place of its gradient, which has the same shape."""
     inputs = inputs_of(form)
     output = form.module(inputs).detach()
     weight = form.as_matrix(form.parameter.detach()).unflatten(0, (form.groups, -1))
@@ -114,20 +114,20 @@ def test_pieces_of_the_inputs_sum_to_the_gram_matrix(form, strips):
 def test_gradients_are_those_of_each_sample_alone(form, strips):
     inputs = inputs_of(form)
     delta = torch.randn(form.module(inputs).shape, generator=torch.Generator().manual_seed(2))
-    found = sum(pair.delta.mT @ pair.inputs for pair in form.pairs(inputs, delta, None, SAMPLES)).flatten(1, 2)
+    gradients = sum(pair.delta.mT @ pair.inputs for pair in form.pairs(inputs, delta, None, SAMPLES)).flatten(1, 2)
     for n in range(SAMPLES):
         (expected,) = torch.autograd.grad(form.module(inputs[n : n + 1]), form.parameter, delta[n : n + 1])
-        torch.testing.assert_close(found[n], form.as_matrix(expected), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradients[n], form.as_matrix(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_half_precision_comes_as_float32(form):
+def test_half_precision_is_converted_to_float32(form):
     half = find_layer(copy.deepcopy(form.module).to(torch.bfloat16))
     inputs = inputs_of(form).to(torch.bfloat16)
     (pair, *_) = half.pairs(inputs, half.module(inputs).detach(), None, SAMPLES)
     assert pair.inputs.dtype == pair.delta.dtype == torch.float32
 
 
-def test_two_layers_read_alike_only_where_their_patches_are_the_same():
+def test_layers_share_inputs_only_if_their_patches_are_equal():
     linear = {find_layer(make()).reads for make in LINEAR.values()}
     convolutions = {find_layer(MODULES[name]()).reads for name in GEOMETRIES}
     assert len(linear) == 1 and len(convolutions) == len(GEOMETRIES) and not linear & convolutions
@@ -146,21 +146,21 @@ def test_linear_inputs_are_not_copied(name):
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
-def test_padding_counts_in_neither(name, flat):
+def test_padding_contributes_to_neither_inputs_nor_gradients(name, flat):
     form = find_layer(LINEAR[name]())
     inputs, mask = inputs_of(form), torch.ones(SAMPLES, TOKENS, dtype=torch.bool)
     mask[0, 3:] = mask[2, 1:] = False
     delta = torch.randn(SAMPLES, TOKENS, 4)
-    seen, given = (inputs.flatten(0, 1), delta.flatten(0, 1)) if flat else (inputs, delta)
-    own = form.token_mask(seen, mask)
-    (piece,) = form.tokens(seen, own)
+    layer_inputs, layer_delta = (inputs.flatten(0, 1), delta.flatten(0, 1)) if flat else (inputs, delta)
+    layer_mask = form.token_mask(layer_inputs, mask)
+    (piece,) = form.tokens(layer_inputs, layer_mask)
     assert torch.equal(piece, inputs[mask][None])
-    (pair,) = form.pairs(seen, given, own, SAMPLES)
+    (pair,) = form.pairs(layer_inputs, layer_delta, layer_mask, SAMPLES)
     assert torch.equal(pair.inputs, inputs[:, None])
     assert torch.equal(pair.delta, (delta * mask[..., None])[:, None])
 
 
-def test_layouts_that_show_no_samples_or_no_padding_are_refused():
+def test_layouts_without_identifiable_samples_or_padding_are_refused():
     form = find_layer(nn.Linear(6, 4))
     flat, mask = torch.randn(SAMPLES * TOKENS, 6), torch.ones(SAMPLES, TOKENS, dtype=torch.bool)
     with pytest.raises(MoonshotError, match=r"inputs of shape \[15, 6\] do not show which of the batch's 3 samples"):
@@ -184,9 +184,9 @@ def test_images_of_one_sample_are_its_tokens(groups):
     images = torch.randn(5, 4, 9, 7)
     output = form.module(images)
     delta = torch.randn_like(output)
-    found = sum(pair.delta.mT @ pair.inputs for pair in form.pairs(images, delta, None, 1)).flatten(0, 2)
+    gradient = sum(pair.delta.mT @ pair.inputs for pair in form.pairs(images, delta, None, 1)).flatten(0, 2)
     (expected,) = torch.autograd.grad(output, form.parameter, delta)
-    torch.testing.assert_close(found, form.as_matrix(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradient, form.as_matrix(expected), rtol=1e-4, atol=1e-4)
     single = sum(pair.delta.mT @ pair.inputs for pair in form.pairs(images[0], delta[0], None, 1))
     batch = sum(pair.delta.mT @ pair.inputs for pair in form.pairs(images[:1], delta[:1], None, 1))
     assert torch.equal(single, batch)
@@ -208,7 +208,7 @@ class Normalised(nn.Linear):
 
 
 class WithMore(nn.Linear):
-    """The same product unless `more` is anything but 0."""
+    """The same product only while `more` is 0."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -229,14 +229,14 @@ class OtherConv2d(nn.Conv2d):
 
 
 class PaddedConv2d(nn.Conv2d):
-    """Its `forward` is Conv2d's, what that calls is not."""
+    """Inherits `forward` from Conv2d and overrides the method that it calls."""
 
     def _conv_forward(self, images, weight, bias):
         return super()._conv_forward(functional.pad(images, (1, 1, 1, 1)), weight, bias)
 
 
 class Written(nn.Linear):
-    """The same product in other words, as Falcon's."""
+    """The same product, written out as in Falcon."""
 
     def forward(self, hidden):
         product = hidden @ self.weight.T
@@ -273,14 +273,14 @@ def test_another_forward_is_refused_with_the_reason(module, kind):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [Written, Initialised, nn.modules.linear.NonDynamicallyQuantizableLinear])
-def test_the_same_product_in_other_words_is_taken(kind, bias, device):
+def test_an_equivalent_forward_is_accepted(kind, bias, device):
     module = kind(6, 4, *([] if kind is Initialised else [bias])).to(device)
     before, state = dict(module.__dict__), torch.get_rng_state()
     assert find_layer(module).unprunable() is None
     assert module.__dict__ == before and torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_forward_put_on_the_module_by_device_placement_is_no_other_product():
+def test_a_forward_set_by_device_placement_is_accepted():
     module = nn.Linear(6, 4)
     module.forward = lambda hidden: nn.Linear.forward(module, hidden)
     assert find_layer(module).unprunable() is None
@@ -299,7 +299,7 @@ def test_computed_and_quantized_weights_are_refused():
 
 
 def mixture(kind):
-    """Tiny mixtures of experts whose routers are layers, each in a way of its own."""
+    """Tiny mixtures of experts with different router layers."""
     experts = {**GROUPED, "num_experts_per_tok": 2, "head_dim": 8}
     torch.manual_seed(0)
     if kind == "phimoe":
@@ -357,7 +357,7 @@ def test_a_plain_router_is_pruned_where_targets_names_it():
 
 
 class Listed(nn.Module):
-    """A mixture of experts in a list; `outputs` of the layer beside it."""
+    """A mixture of experts in a list, with a layer of `outputs` outputs beside it."""
 
     def __init__(self, outputs, part=nn.Identity):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models whose decoder layers are on disk: what they become is what they would have become in memory, bit for bit."""
+"""Pruning a model whose decoder layers are on disk equals pruning it in memory, bit for bit."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ def llama(tmp_path):
 
 
 def both(folder, tmp_path, batches=None, **changes):
-    """Prune a checkpoint in memory and offloaded, and save both; the pruners."""
+    """The pruners of a checkpoint pruned and saved in memory and offloaded, after comparing the files."""
     pruners = []
     for name, place in (("memory", None), ("offloaded", "disk")):
         pruner = MoonshotPruner.from_pretrained(folder, settings(**changes), offload=place)
@@ -45,14 +45,14 @@ FEW = ("gpt2", "bloom", "mixtral")  # the others take too long for every run
 @pytest.mark.parametrize("name", slow_but(FEW, CAUSAL))
 def test_every_architecture(name, tmp_path):
     make(name).save_pretrained(tmp_path / "dense")
-    memory, elsewhere = both(tmp_path / "dense", tmp_path, lam=0.9)
-    assert is_offloaded(elsewhere.model) and not is_offloaded(memory.model)
-    assert elsewhere.report.notes == [*memory.report.notes, "blocks stayed on disk: one at a time was brought"]
+    in_memory, on_disk = both(tmp_path / "dense", tmp_path, lam=0.9)
+    assert is_offloaded(on_disk.model) and not is_offloaded(in_memory.model)
+    assert on_disk.report.notes == [*in_memory.report.notes, "blocks stayed on disk: one at a time was brought"]
     for format in ("dense", "packed"):
-        for pruner, folder in ((memory, "a"), (elsewhere, "b")):
+        for pruner, folder in ((in_memory, "a"), (on_disk, "b")):
             pruner.save_pretrained(tmp_path / folder / format, format=format)
         assert_equal(tmp_path / "b" / format, tmp_path / "a" / format)
-    load_pruned(tmp_path / "b" / "packed")  # which verifies it
+    load_pruned(tmp_path / "b" / "packed")  # verifies the checkpoint
 
 
 CHANGES = [
@@ -75,11 +75,11 @@ CHANGES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_every_way_to_prune(changes, llama, tmp_path):
+def test_every_kind_of_run(changes, llama, tmp_path):
     both(llama, tmp_path, **changes)
 
 
-def test_padding_and_samples_that_do_not_show(tmp_path):
+def test_padded_samples_that_cannot_be_separated(tmp_path):
     make("mixtral").save_pretrained(tmp_path / "dense")
     pruners = both(tmp_path / "dense", tmp_path, token_batches(padded=True), lam=0.9)
     for pruner in pruners:
@@ -87,7 +87,9 @@ def test_padding_and_samples_that_do_not_show(tmp_path):
 
 
 @pytest.mark.parametrize(("lam", "times"), [(1.0, 2), (0.9, 3)])
-def test_every_weight_is_read_so_often_and_one_layer_is_there_at_a_time(lam, times, llama, brought, monkeypatch):
+def test_every_weight_is_read_a_fixed_number_of_times_and_one_layer_is_onloaded(
+    lam, times, llama, brought, monkeypatch
+):
     monkeypatch.setattr(Offloaded, "read", 0)
     pruner = offloaded(llama, lam=lam)
     pruner.prune(token_batches(), progress=False)
@@ -95,7 +97,7 @@ def test_every_weight_is_read_so_often_and_one_layer_is_there_at_a_time(lam, tim
     assert Offloaded.read == times * inside and brought.most == 1 and not brought.present
 
 
-def test_the_pruned_model_runs_and_so_does_a_failed_one(llama, monkeypatch, tmp_path):
+def test_the_model_runs_after_a_failed_and_after_a_completed_run(llama, monkeypatch, tmp_path):
     ids = torch.arange(10)[None]
     pruner = offloaded(llama)
     before = pruner.model(ids).logits
@@ -119,7 +121,7 @@ def test_the_pruned_model_runs_and_so_does_a_failed_one(llama, monkeypatch, tmp_
     assert all(p.device.type == "meta" for block in visited(pruner.model) for p in block.module.parameters())
 
 
-def test_a_run_goes_on_and_its_files_may_go(llama, tmp_path, monkeypatch):
+def test_a_run_resumes_and_saves_after_its_files_are_removed(llama, tmp_path, monkeypatch):
     expected, _ = both(llama, tmp_path)
     solved, prune_layer = [], "optimum_moonshot.runs.layers.prune_layer"
     from optimum_moonshot.runs.layers import prune_layer as original
@@ -137,13 +139,13 @@ def test_a_run_goes_on_and_its_files_may_go(llama, tmp_path, monkeypatch):
     pruner = offloaded(llama)
     report = pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     assert any("9 layers were taken over" in note for note in report.notes)
-    for name in ("first", "second"):  # the results are gone after the first
+    for name in ("first", "second"):  # the first save deletes the results
         pruner.save_pretrained(tmp_path / name)
         assert_equal(tmp_path / name, tmp_path / "memory")
     assert not (tmp_path / "run").exists()
 
 
-def test_results_on_disk_take_what_their_zeros_leave(llama, tmp_path):
+def test_results_on_disk_are_stored_without_their_zeros(llama, tmp_path):
     pruner = offloaded(llama)
     pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     stored = sum(tensor.nbytes for tensor in tensors(tmp_path / "run" / "layers").values())
@@ -151,7 +153,7 @@ def test_results_on_disk_take_what_their_zeros_leave(llama, tmp_path):
     assert stored < 0.6 * dense
 
 
-def test_a_sweep_lends_its_variants_and_writes_the_chosen_one(llama, tmp_path):
+def test_a_sweep_restores_the_weights_and_writes_the_chosen_variant(llama, tmp_path):
     ids, results = torch.arange(10)[None], []
     for place in (None, "disk"):
         pruner = MoonshotPruner.from_pretrained(llama, settings(), offload=place)
@@ -163,24 +165,24 @@ def test_a_sweep_lends_its_variants_and_writes_the_chosen_one(llama, tmp_path):
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
 
 
-def test_some_layers_and_the_head_may_be_elsewhere(tmp_path):
+def test_any_layers_and_the_head_may_be_offloaded(tmp_path):
     torch.manual_seed(0)
     model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED, tie_word_embeddings=False)))
     model.save_pretrained(tmp_path / "dense")
     places = {name: "cpu" for name, _ in model.model.named_children() if name != "layers"}
     device_map = {f"model.{name}": place for name, place in places.items()}
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "disk"}
-    found = []
+    folders = []
     for options in ({}, {"device_map": device_map, "offload_folder": str(tmp_path / "folder")}):
         loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", **options)
         pruner = MoonshotPruner(loaded, settings(lam=0.5))
         pruner.prune(token_batches(), progress=False)
-        pruner.save_pretrained(tmp_path / f"pruned{len(found)}")
-        found.append(tmp_path / f"pruned{len(found)}")
-    assert_equal(found[1], found[0])
+        pruner.save_pretrained(tmp_path / f"pruned{len(folders)}")
+        folders.append(tmp_path / f"pruned{len(folders)}")
+    assert_equal(folders[1], folders[0])
 
 
-def test_half_precision_shards_and_an_index(tmp_path):
+def test_half_precision_is_saved_in_shards_with_an_index(tmp_path):
     make("llama").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     pruner = offloaded(tmp_path / "dense")
     pruner.prune(token_batches(), progress=False)
@@ -199,7 +201,7 @@ def test_half_precision_shards_and_an_index(tmp_path):
             pruner.save_pretrained(tmp_path / "no", **options)
 
 
-def test_what_cannot_be_is_an_error_before_any_work(llama, tmp_path):
+def test_invalid_requests_are_refused_before_any_work(llama, tmp_path):
     with pytest.raises(MoonshotError, match='offload=\'ram\': use "disk" or "cpu"'):
         MoonshotPruner.from_pretrained(llama, settings(), offload="ram")
     with pytest.raises(MoonshotError, match="offload='cpu': the model is on the CPU anyway"):
@@ -213,7 +215,7 @@ def test_what_cannot_be_is_an_error_before_any_work(llama, tmp_path):
         offloaded(tmp_path / "broken").prune(token_batches(), progress=False)
 
 
-def test_what_is_no_chain_says_so(tmp_path):
+def test_offloading_needs_sequential_blocks(tmp_path):
     torch.manual_seed(0)
     sizes = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4)
     model = hf.T5ForTokenClassification(hf.T5Config(**sizes, **EDGE, num_labels=96)).eval()
@@ -230,16 +232,16 @@ def test_without_data(llama, tmp_path):
     assert_equal(tmp_path / "disk", tmp_path / "memory")
 
 
-def test_what_fails_while_weights_are_brought_or_kept_leaves_the_model_as_it_was(llama, monkeypatch, tmp_path):
+def test_a_failed_read_or_write_keeps_the_model(llama, monkeypatch, tmp_path):
     ids = torch.arange(10)[None]
     pruner = offloaded(llama, offload_dir=str(tmp_path / "cache"))
     before, block = pruner.model(ids).logits, visited(pruner.model)[1]
-    read, brought = type(block.weights.slots[0].hook.weights_map).__getitem__, []
+    read, keys = type(block.weights.slots[0].hook.weights_map).__getitem__, []
 
     def broken(table, key):
-        if len(brought) == 4:
+        if len(keys) == 4:
             raise OSError("the disk is gone")
-        brought.append(key)
+        keys.append(key)
         return read(table, key)
 
     with monkeypatch.context() as patch:
@@ -278,7 +280,7 @@ def test_a_model_in_memory_can_be_pickled_and_copied_after_a_run(tmp_path):
     assert not is_offloaded(copy.deepcopy(model))
 
 
-def test_a_folder_of_fused_experts_goes_with_its_model(tmp_path):
+def test_the_folder_of_fused_experts_is_deleted_with_its_model(tmp_path):
     make("mixtral").save_pretrained(tmp_path / "dense")
     pruner = offloaded(tmp_path / "dense", offload_dir=str(tmp_path / "cache"))
     assert any((tmp_path / "cache").rglob("*.safetensors"))
@@ -292,20 +294,20 @@ def test_nothing_and_everything_removed(share, llama, tmp_path):
     both(llama, tmp_path, solver="wanda", lam=1.0, pattern="unstructured", sparsity=share)
 
 
-def test_why_a_layer_stays_dense(tmp_path):
+def test_reasons_of_skipped_layers_do_not_depend_on_offloading(tmp_path):
     made("mamba").save_pretrained(tmp_path)
-    memory, elsewhere = (
+    in_memory, on_disk = (
         MoonshotPruner.from_pretrained(tmp_path, settings(), offload=place) for place in (None, "disk")
     )
-    for pruner in (memory, elsewhere):
+    for pruner in (in_memory, on_disk):
         pruner.prune(token_batches(), progress=False)
-    assert elsewhere.report.skipped == memory.report.skipped
+    assert on_disk.report.skipped == in_memory.report.skipped
     if version.parse(hf.__version__) >= version.parse("5.10"):  # an older Mamba calls all its layers
-        assert any("read where its forward is not called" in reason for reason in memory.report.skipped.values())
+        assert any("read where its forward is not called" in reason for reason in in_memory.report.skipped.values())
 
 
 @pytest.mark.filterwarnings("error:Attempting to save a model with offloaded modules")
-def test_nobody_is_told_that_the_whole_model_would_be_in_memory(llama, tmp_path):
+def test_saving_emits_no_warning_about_loading_the_whole_model(llama, tmp_path):
     pruner = offloaded(llama, solver="magnitude")
     pruner.prune(progress=False)
     pruner.save_pretrained(tmp_path / "pruned")

@@ -1,4 +1,4 @@
-"""Whole experts leave a model whose decoder layers are on disk, as they leave one in memory."""
+"""Expert removal from a model whose decoder layers are on disk equals that in memory."""
 
 import pytest
 import torch
@@ -16,39 +16,37 @@ REMOVED = {"pattern": "experts", "solver": "reap", "sparsity": 0.25, "lam": 0.5}
 
 
 @pytest.mark.parametrize("name", slow_but({"mixtral"}, FAMILIES))
-def test_experts_are_taken_out_of_layers_on_disk(name, tmp_path, brought):
-    ids, dense, found = torch.arange(10)[None], tmp_path / "dense", []
+def test_experts_are_removed_from_layers_on_disk(name, tmp_path, brought):
+    ids, dense, outputs = torch.arange(10)[None], tmp_path / "dense", []
     settled(model_of(name)).save_pretrained(dense)
     for place in (None, "disk"):
         pruner = MoonshotPruner.from_pretrained(dense, settings(**REMOVED), offload=place)
         pruner.prune(token_batches(), progress=False)
         pruner.save_pretrained(tmp_path / str(place))
         loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / str(place))
-        found.append((pruner.model(ids, use_cache=False).logits, loaded(ids, use_cache=False).logits))
-    assert all(torch.equal(logits, found[0][0]) for logits in (*found[0], *found[1]))
+        outputs.append((pruner.model(ids, use_cache=False).logits, loaded(ids, use_cache=False).logits))
+    assert all(torch.equal(logits, outputs[0][0]) for logits in (*outputs[0], *outputs[1]))
     assert_equal(tmp_path / "disk", tmp_path / "None")
     assert brought.most == 1 and all(p.is_meta for _, block in find_blocks(pruner.model) for p in block.parameters())
 
 
-def test_experts_that_could_not_be_taken_out_of_layers_on_disk_are_all_there(tmp_path, monkeypatch):
+def test_a_failed_removal_on_disk_restores_all_experts(tmp_path, monkeypatch):
     ids = torch.arange(10)[None]
     make("mixtral").save_pretrained(tmp_path)
     pruner = offloaded(tmp_path, **REMOVED)
     before, count = pruner.model(ids, use_cache=False).logits, pruner.model.config.num_local_experts
-    taken, keep = [], Offloaded._store
+    calls, store = [], Offloaded._store
 
     def fail(*arguments):
-        if len(taken) == 4:  # in the second layer
+        if len(calls) == 4:  # in the second layer
             raise OSError("the disk is full")
-        taken.append(arguments)
-        return keep(*arguments)
+        calls.append(arguments)
+        return store(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Offloaded, "_store", fail)
         with pytest.raises(OSError, match="the disk is full"):
             pruner.prune(token_batches(), progress=False)
-    assert (
-        torch.equal(pruner.model(ids, use_cache=False).logits, before)
-        and pruner.model.config.num_local_experts == count
-    )
+    assert torch.equal(pruner.model(ids, use_cache=False).logits, before)
+    assert pruner.model.config.num_local_experts == count
     assert {len(block.mlp.experts.down_proj) for _, block in find_blocks(pruner.model)} == {count}

@@ -1,4 +1,4 @@
-"""A basis learned for a model whose decoder layers are on disk, and what it writes for itself: one layer at a time."""
+"""Rotation and self-calibration of a model whose decoder layers are on disk: one layer in memory at a time."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ FEW = ("llama", "gpt2", "mixtral")  # the others take too long for every run
 
 
 def shaken(name):
-    """A model whose norms have gains, and shifts, of their own."""
+    """A model whose norms have random gains and shifts."""
     model = make(name)
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -35,7 +35,7 @@ def shaken(name):
 
 
 def pruned(folder, place, to):
-    """The weights that a run leaves, or why there was none."""
+    """The weights after a run, or the message of its error."""
     pruner = MoonshotPruner.from_pretrained(folder, MoonshotConfig(**ROTATED), offload=place)
     try:
         pruner.prune(token_batches(samples=4), progress=False)
@@ -45,16 +45,16 @@ def pruned(folder, place, to):
     return tensors(to)
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     if isinstance(expected, str):
-        assert found == expected
+        assert actual == expected
     else:
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert actual.keys() == expected.keys()
+        assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("name", slow_but(FEW, CAUSAL))
-def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, brought):
+def test_offloading_gives_the_same_basis_with_one_layer_onloaded(name, tmp_path, brought):
     shaken(name).save_pretrained(tmp_path / "dense")
     expected = pruned(tmp_path / "dense", None, tmp_path / "memory")
     assert_same(pruned(tmp_path / "dense", "disk", tmp_path / "disk"), expected)
@@ -63,9 +63,9 @@ def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, brought):
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "bloom"])
-def test_the_same_spaces_and_units(name, tmp_path, brought):
+def test_offloading_gives_the_same_spaces_and_structured_groups(name, tmp_path, brought):
     shaken(name).save_pretrained(tmp_path)
-    found = []
+    structures = []
     for place in (None, "disk"):
         model = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**OPTIONS), offload=place).model
         batch = probe_inputs(model)
@@ -76,25 +76,25 @@ def test_the_same_spaces_and_units(name, tmp_path, brought):
             for space in spaces
         ]
         foldings = [(folding.norm.gain, len(folding.readers)) for space in spaces for folding in space.foldings]
-        found.append(
+        structures.append(
             (str((places, foldings, refused, why)), {name: unit.columns.tolist() for name, unit in units.items()})
         )
-    assert found[1] == found[0] and brought.most == 1
+    assert structures[1] == structures[0] and brought.most == 1
     assert is_offloaded(model) and all(p.is_meta for _, block in find_blocks(model) for p in block.parameters())
 
 
-def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeypatch):
+def test_a_failed_rotation_keeps_the_weights(tmp_path, monkeypatch):
     shaken("llama").save_pretrained(tmp_path)
     pruner = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**ROTATED), offload="disk")
     ids = torch.arange(10)[None]
     before = pruner.model(ids).logits
-    for moment in ("check_invariance", "gather", "learn", "check_same"):
+    for step in ("check_invariance", "gather", "learn", "check_same"):
         with monkeypatch.context() as patch:
 
             def fail(*_, **__):
                 raise KeyboardInterrupt
 
-            patch.setattr(f"optimum_moonshot.runs.rotate.{moment}", fail)
+            patch.setattr(f"optimum_moonshot.runs.rotate.{step}", fail)
             with pytest.raises(KeyboardInterrupt):
                 pruner.prune(token_batches(samples=4), progress=False)
         assert torch.equal(pruner.model(ids).logits, before)
@@ -106,14 +106,14 @@ WANDA = {**OPTIONS, "solver": "wanda"}
 @pytest.mark.parametrize(
     "settings", [ROTATED, WANDA, {**WANDA, "targets": ["lm_head", r"layers\.1\."]}], ids=["rotated", "tied", "targeted"]
 )
-def test_a_tied_head_whose_both_ends_are_on_disk(settings, tmp_path):
+def test_a_tied_head_on_disk_is_pruned_and_rotated_as_in_memory(settings, tmp_path):
     torch.manual_seed(0)
     model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "tie_word_embeddings": True})))
     model.model.norm.weight.data += 0.3 * torch.randn(model.model.norm.weight.shape)
     model.save_pretrained(tmp_path / "dense")
     device_map = {"model.embed_tokens": "disk", "model.norm": "disk", "lm_head": "disk", "model.rotary_emb": "cpu"}
     device_map |= {f"model.layers.{place}": "disk" for place in range(3)}
-    found = []
+    weights, outputs = [], []
     for number, options in enumerate(({}, {"device_map": device_map, "offload_folder": str(tmp_path / "folder")})):
         loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", **options)
         if not runs(loaded):
@@ -121,17 +121,16 @@ def test_a_tied_head_whose_both_ends_are_on_disk(settings, tmp_path):
         pruner = MoonshotPruner(loaded, MoonshotConfig(**settings))
         pruner.prune(token_batches(samples=4), progress=False)
         assert "rotation" not in settings or pruner.report.rotation.untied_bytes
-        logits = pruner.model(torch.arange(10)[None]).logits
+        outputs.append(pruner.model(torch.arange(10)[None]).logits)
         pruner.save_pretrained(tmp_path / str(number))
-        found.append(load_file(tmp_path / str(number) / "model.safetensors"))
-        found.append({"logits": logits})
-    assert ("lm_head.weight" in found[0]) == ("rotation" in settings)
-    assert_same(found[2], found[0])
-    assert_same(found[3], found[1])
+        weights.append(load_file(tmp_path / str(number) / "model.safetensors"))
+    assert ("lm_head.weight" in weights[0]) == ("rotation" in settings)
+    assert_same(weights[1], weights[0])
+    assert torch.equal(outputs[1], outputs[0])
 
 
 def runs(model):
-    """Whether a dense model does."""
+    """Whether the forward of a dense model succeeds."""
     try:
         model(torch.arange(10)[None])
     except RuntimeError:
@@ -139,15 +138,15 @@ def runs(model):
     return True
 
 
-def test_a_model_writes_the_same_samples(tmp_path, brought):
+def test_self_calibration_samples_do_not_depend_on_offloading(tmp_path, brought):
     shaken("llama").save_pretrained(tmp_path)
-    source, found = SelfCalibration(), []
+    source, digests = SelfCalibration(), []
     for place in (None, "disk"):
         pruner = MoonshotPruner.from_pretrained(
             tmp_path, MoonshotConfig(**{**OPTIONS, "solver": "wanda"}), offload=place
         )
-        found.append(pruner.prune(source, progress=False).calibration["digest"])
-    assert found[0] == found[1] and brought.most == 1
+        digests.append(pruner.prune(source, progress=False).calibration["digest"])
+    assert digests[0] == digests[1] and brought.most == 1
 
 
 @pytest.mark.slow
@@ -158,20 +157,20 @@ def test_a_model_writes_the_same_samples(tmp_path, brought):
         ("sweep", "--lambdas", "0.5", "1", "--patterns", "2:4", "--save"),
     ],
 )
-def test_commands_leave_layers_on_disk(command, tmp_path, brought):
-    given = [command[0], str(DEMO), "--calibration", str(DEMO / "calibration.txt"), "--num-samples", "4"]
-    given += ["--sequence-length", "32", *command[1:]]
+def test_commands_keep_layers_on_disk(command, tmp_path, brought):
+    arguments = [command[0], str(DEMO), "--calibration", str(DEMO / "calibration.txt"), "--num-samples", "4"]
+    arguments += ["--sequence-length", "32", *command[1:]]
     for name, place in (("memory", []), ("disk", ["--offload", "disk"])):
-        main([*given, "--output", str(tmp_path / name), *place])
+        main([*arguments, "--output", str(tmp_path / name), *place])
         assert brought.most == (1 if place else 0)
-    found = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
-    assert_same(*(load_file(path) for (path,) in found))
+    files = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
+    assert_same(*(load_file(path) for (path,) in files))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["one-shot", "recovered"])
 @pytest.mark.parametrize(("name", "goal"), [("llama", 0.6), ("mixtral", "2:4")])
-def test_the_recipes(name, goal, budget, tmp_path):
+def test_recipes_give_the_same_files_with_offloading(name, goal, budget, tmp_path):
     shaken(name).save_pretrained(tmp_path / "dense")
     fields = {key: OPTIONS[key] for key in ("num_samples", "sequence_length", "batch_size")} | {"rotation_steps": 2}
     fields |= {"recover_steps": 3} if budget == "recovered" else {}

@@ -1,4 +1,4 @@
-"""Blocks whose weights are there for the time of a step alone give what resident ones give."""
+"""Blocks onloaded for one step at a time give the results of resident blocks."""
 
 import dataclasses
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from optimum_moonshot.pipeline import selection as selection_module
 from optimum_moonshot.pipeline.block_sequences import BlockSequences
 
 
-class Elsewhere:
-    """Keeps a block's weights outside of the model, which has empty ones in the meantime."""
+class OffloadedBlock:
+    """Keeps a block's weights outside of the model, which has NaN in their place."""
 
     at_once, most = 0, 0
 
@@ -32,8 +32,8 @@ class Elsewhere:
     @contextmanager
     def onloaded(self):
         if self.depth == 0:
-            Elsewhere.at_once += 1
-            Elsewhere.most = max(Elsewhere.most, Elsewhere.at_once)
+            OffloadedBlock.at_once += 1
+            OffloadedBlock.most = max(OffloadedBlock.most, OffloadedBlock.at_once)
             for name, parameter in self.module.named_parameters():
                 parameter.data = self.kept[name]
         self.depth += 1
@@ -42,27 +42,27 @@ class Elsewhere:
         finally:
             self.depth -= 1
             if self.depth == 0:
-                Elsewhere.at_once -= 1
+                OffloadedBlock.at_once -= 1
                 self._empty()
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
-    """Every model's blocks keep their weights elsewhere; a use of what stands in for them would show as NaN."""
+def offloaded_blocks(monkeypatch):
+    """Offloads the blocks of every model; the use of an offloaded weight yields NaN."""
     sources = {}
 
     def find(model, *arguments):
-        found = find_structure(model, *arguments)
-        for block in found.blocks:
+        structure = find_structure(model, *arguments)
+        for block in structure.blocks:
             if block.name not in sources:
-                sources[block.name] = Elsewhere(block.module)
-        blocks = tuple(dataclasses.replace(block, weights=sources[block.name]) for block in found.blocks)
-        return dataclasses.replace(found, blocks=blocks)
+                sources[block.name] = OffloadedBlock(block.module)
+        blocks = tuple(dataclasses.replace(block, weights=sources[block.name]) for block in structure.blocks)
+        return dataclasses.replace(structure, blocks=blocks)
 
     monkeypatch.setattr(selection_module, "find_structure", find)
-    monkeypatch.setattr(Elsewhere, "most", 0)
+    monkeypatch.setattr(OffloadedBlock, "most", 0)
     yield sources
-    assert Elsewhere.at_once == 0
+    assert OffloadedBlock.at_once == 0
 
 
 def run(**changes):
@@ -85,9 +85,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_the_result_is_that_of_resident_weights(changes, request):
+def test_the_result_equals_that_of_resident_weights(changes, request):
     expected = run(**changes)[0].state_dict()
-    sources = request.getfixturevalue("elsewhere")
+    sources = request.getfixturevalue("offloaded_blocks")
     model, report = run(**changes)
     for block in find_structure(model).blocks:
         with sources[block.name].onloaded():
@@ -96,7 +96,7 @@ def test_the_result_is_that_of_resident_weights(changes, request):
     assert report.sparsity == 0.5
 
 
-def test_a_failure_while_writing_puts_the_dense_weights_back(elsewhere, monkeypatch):
+def test_a_failure_while_writing_restores_the_dense_weights(offloaded_blocks, monkeypatch):
     model, calls = make("llama"), []
     original = PrunableLayer.assign
 
@@ -112,15 +112,17 @@ def test_a_failure_while_writing_puts_the_dense_weights_back(elsewhere, monkeypa
         MoonshotPruner(model, config).prune(token_batches(), progress=False)
     dense = make("llama").state_dict()
     for block in find_structure(model).blocks:
-        with elsewhere[block.name].onloaded():
+        with offloaded_blocks[block.name].onloaded():
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, dense[f"{block.name}.{name}"]), name
 
 
 @pytest.mark.parametrize("lam", [0.9, 1.0])
-def test_calibrating_and_solving_hold_one_block_at_a_time(lam, elsewhere, monkeypatch):
-    found = lambda model, blocks, *arguments: BlockSequences([blocks], (), ())  # noqa: E731  (whose probe needs them all)
-    monkeypatch.setattr(model_pipeline, "find_block_sequences", found)
+def test_calibrating_and_solving_hold_one_block_at_a_time(lam, offloaded_blocks, monkeypatch):
+    def one_sequence(model, blocks, *arguments):  # without the probe, which needs all blocks onloaded
+        return BlockSequences([blocks], (), ())
+
+    monkeypatch.setattr(model_pipeline, "find_block_sequences", one_sequence)
     monkeypatch.setattr(model_pipeline, "all_onloaded", lambda blocks: torch.no_grad())
     run(lam=lam)
-    assert Elsewhere.most == 1
+    assert OffloadedBlock.most == 1

@@ -1,4 +1,4 @@
-"""Which experts go: the two objectives as quadratics in the choice, its search, and the baselines."""
+"""Choice of the removed experts: both objectives as quadratics, the search, and the baselines."""
 
 import math
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ def random_removal(experts, lam, seed=0, samples=8):
 
 
 def solve(name, problem, pattern, **options):
-    given = MoonshotConfig(pattern="experts", sparsity=pattern.sparsity, solver=name, solver_options=options)
-    return given.make_solver().solve(problem, pattern).keep[0]
+    config = MoonshotConfig(pattern="experts", sparsity=pattern.sparsity, solver=name, solver_options=options)
+    return config.make_solver().solve(problem, pattern).keep[0]
 
 
 @LAMS
@@ -59,20 +59,20 @@ def test_the_quadratic_is_the_loss(lam, gone):
     case = mixture()
     keep = torch.ones(6, dtype=torch.bool)
     keep[gone] = False
-    (found,) = removal(*case, lam).losses(keep)
+    (losses,) = removal(*case, lam).losses(keep)
     expected = reference.expert_losses(*case, ~keep, lam)
-    torch.testing.assert_close(found.total, float(expected), rtol=1e-9, atol=0)
-    assert (found.fisher is None) == (lam == 1)
+    torch.testing.assert_close(losses.total, float(expected), rtol=1e-9, atol=0)
+    assert (losses.fisher is None) == (lam == 1)
 
 
 @LAMS
-def test_nothing_gone_is_0_and_all_gone_is_1(lam):
+def test_the_loss_of_no_expert_is_0_and_of_all_is_1(lam):
     every = torch.ones(6, dtype=torch.bool)
     nothing, all_gone = removal(*mixture(), lam).losses(every, ~every)
     assert nothing.total == 0 and all_gone.total == pytest.approx(1)
 
 
-def test_the_ends_are_the_single_objectives():
+def test_the_ends_of_lambda_are_the_single_objectives():
     case, keep = mixture(), torch.tensor([True, False, True, True, False, True])
     ends = [removal(*case, lam).losses(keep)[0] for lam in (0.0, 1.0)]
     (between,) = removal(*case, 0.3).losses(keep)
@@ -83,7 +83,7 @@ def test_the_ends_are_the_single_objectives():
 
 @LAMS
 @pytest.mark.parametrize(("count", "groups"), [(1, 1), (3, 1), (1, 2), (2, 2)])
-def test_osscar_finds_the_best_choice(lam, count, groups):
+def test_osscar_equals_exhaustive_search(lam, count, groups):
     case = mixture(seed=1)
     expected = reference.fewest_lost(*case, lam, count, groups)
     pattern = Experts(count * groups / 6, groups)
@@ -92,20 +92,20 @@ def test_osscar_finds_the_best_choice(lam, count, groups):
 
 @LAMS
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_local_search_ends_where_no_exchange_gains(lam, groups):
+def test_local_search_ends_in_a_local_optimum(lam, groups):
     problem, pattern = random_removal(16, lam), Experts(0.5, groups)
     keep = best_subset(problem, pattern, exact=0)
     assert keep.view(groups, -1).sum(1).tolist() == [8 // groups] * groups
-    (found,) = problem.losses(keep)
+    (best,) = problem.losses(keep)
     size = 16 // groups
     for out in (~keep).nonzero().flatten().tolist():
         for into in keep.nonzero().flatten().tolist():
             other = keep.clone()
             other[out], other[into] = True, False
-            assert out // size != into // size or problem.losses(other)[0].total >= found.total - 1e-12
+            assert out // size != into // size or problem.losses(other)[0].total >= best.total - 1e-12
 
 
-def test_local_search_is_near_the_best():
+def test_local_search_is_close_to_exact_search():
     pattern, ratios = Experts(0.25), []
     for seed in range(10):
         problem = random_removal(12, 0.5, seed)
@@ -115,7 +115,7 @@ def test_local_search_is_near_the_best():
     assert min(ratios) >= 1 - 1e-12 and max(ratios) < 1.2 and sum(ratios) / 10 < 1.05
 
 
-def test_an_exchange_mends_what_greed_missed():
+def test_an_exchange_improves_on_the_greedy_choice():
     """Each alone is cheaper than the pair that cancels."""
     matrix = torch.diag(torch.tensor([1.0, 1.0, 0.5, 0.5], dtype=torch.float64))
     matrix[0, 1] = matrix[1, 0] = -0.99
@@ -128,11 +128,10 @@ def test_an_exchange_mends_what_greed_missed():
 def test_no_baseline_is_better(lam, exact):
     for seed in range(10):
         problem, pattern = random_removal(16, lam, seed), Experts(0.25, 2)
-        own, *others = (solve(name, problem, pattern) for name in ("osscar", "reap", "frequency"))
-        if not exact:
-            own = solve("osscar", problem, pattern, exact=exact)
-        own, *others = (each.total for each in problem.losses(own, *others))
-        assert own <= min(others) + 1e-12
+        options = {} if exact else {"exact": exact}
+        baselines = [solve(name, problem, pattern) for name in ("reap", "frequency")]
+        osscar, *others = problem.losses(solve("osscar", problem, pattern, **options), *baselines)
+        assert osscar.total <= min(each.total for each in others) + 1e-12
 
 
 @pytest.mark.parametrize("solver", solver_names(Experts))
@@ -149,7 +148,7 @@ def test_the_order_of_the_experts_does_not_matter(solver, exact):
 
 @pytest.mark.parametrize("solver", solver_names(Experts))
 @pytest.mark.parametrize("exact", [0, 5000])
-def test_experts_without_tokens_go_first(solver, exact):
+def test_experts_without_tokens_are_removed_first(solver, exact):
     options = {"exact": exact} if solver == "osscar" else {}
     case = mixture(8, dead=(2, 5))
     for count, gone in ((1, {2}), (2, {2, 5})):
@@ -166,7 +165,7 @@ def test_baselines_are_their_formulas():
         assert {*(~solve(solver, problem, pattern)).nonzero().flatten().tolist()} == {*expected.tolist()}
 
 
-def test_what_vanishes_gives_way():
+def test_a_vanishing_objective_is_dropped_with_a_note():
     contributions, gradients, samples = mixture()
     keep = torch.tensor([True, False, True, True, False, True])
     problem = removal(contributions, 0 * gradients, samples, 0.5)
@@ -180,14 +179,14 @@ def test_what_vanishes_gives_way():
 @pytest.mark.parametrize(
     ("experts", "share", "groups", "gone"), [(8, 0.25, 1, 2), (8, 0.3, 1, 2), (8, 0.25, 4, 0), (64, 0.3, 8, 16)]
 )
-def test_how_many_go(experts, share, groups, gone):
+def test_the_number_of_removed_experts(experts, share, groups, gone):
     pattern = Experts(share, groups)
     keep = pattern.keep(torch.rand(experts, generator=torch.Generator().manual_seed(0)))
     assert pattern.removed(experts) == gone == int((~keep).sum())
     assert len({*keep.view(groups, -1).sum(1).tolist()}) == 1
 
 
-def test_a_solver_of_ones_own(monkeypatch):
+def test_a_registered_solver_removes_experts(monkeypatch):
     monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
 
     @base.register_solver("last")
@@ -205,7 +204,7 @@ def test_a_solver_of_ones_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"solver": "sparsegpt"}, 'solver="frequency" or "osscar" or "reap"'),
         ({"sparsity": None}, "sparsity=None: pattern='experts' needs one"),
@@ -227,8 +226,8 @@ def test_a_solver_of_ones_own(monkeypatch):
     ],
     ids=str,
 )
-def test_what_does_not_combine(options, told):
-    with pytest.raises(MoonshotError, match=told):
+def test_incompatible_options_are_refused(options, message):
+    with pytest.raises(MoonshotError, match=message):
         MoonshotConfig(**{"solver": "osscar", "pattern": "experts", "sparsity": 0.25, **options})
 
 

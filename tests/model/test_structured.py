@@ -1,4 +1,4 @@
-"""Finding neurons and heads: what the probe says, against the models themselves."""
+"""Structured groups: neurons and heads from the probe, compared with the models themselves."""
 
 import pytest
 import torch
@@ -35,16 +35,16 @@ def test_every_architecture(name):
     units, unused = find_structured_groups(model)
     blocks = 1 if name == "albert" else 3
     heads, neurons = EXPECTED[name]
-    found = sorted((each.size, each.count) for each in units.values())
-    assert found == sorted(([neurons] if neurons else []) * blocks + [heads] * blocks)
+    sizes = sorted((each.size, each.count) for each in units.values())
+    assert sizes == sorted(([neurons] if neurons else []) * blocks + [heads] * blocks)
     assert not unused
     for each in units.values():
         assert list(each.columns.bincount()) == [each.size] * each.count
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
-def test_a_unit_without_its_columns_needs_none_of_its_rows(name):
-    """The law that compaction rests on: without a unit's columns nothing depends on the rows that serve it."""
+def test_without_a_groups_columns_its_rows_have_no_effect(name):
+    """Compaction relies on this: without a group's columns no output depends on the rows that serve it."""
     model = make(name)
     units, _ = find_structured_groups(model)
     for each in units.values():
@@ -105,7 +105,7 @@ def changed_columns(model, maker, row, reader, inputs):
     return (seen[0] != seen[1]).flatten(0, -2).any(0)
 
 
-def test_one_key_value_head_for_all_stays_and_query_heads_go():
+def test_a_shared_key_value_head_stays_while_query_heads_are_groups():
     units, unused = find_structured_groups(multi_query())
     heads = units["model.layers.0.self_attn.o_proj"]
     assert (heads.size, heads.count) == (8, 4) and not unused
@@ -131,7 +131,7 @@ def test_half_precision(dtype):
 
 
 class Layer(nn.Module):
-    """A feed-forward layer whose neurons, if `spied`, something else reads too."""
+    """A feed-forward layer; if `spied`, a second layer reads its neurons."""
 
     def __init__(self, spied):
         super().__init__()
@@ -154,7 +154,7 @@ class Small(nn.Module):
         return hidden + self.layers[1].up(hidden).sum() if self.leaking else hidden
 
 
-def test_what_others_read_too_cannot_leave():
+def test_neurons_with_other_readers_are_not_groups():
     inputs = {"hidden": torch.randn(2, 5, 8)}
     assert set(find_structured_groups(Small(), inputs)[0]) == {"layers.0.down", "layers.1.down"}
     units, unused = find_structured_groups(Small(spied=True), inputs)
@@ -166,7 +166,7 @@ def test_what_others_read_too_cannot_leave():
 def test_the_model_is_left_as_it_was():
     model = make("llama").train()
     model.lm_head.weight.requires_grad_(False)
-    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    requires_grad = [parameter.requires_grad for parameter in model.parameters()]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     find_structured_groups(model)
@@ -177,13 +177,13 @@ def test_the_model_is_left_as_it_was():
         assert find_structured_groups(model)[0]
     with pytest.raises(MoonshotError, match="LlamaForCausalLM does not run on a probe of"):
         find_structured_groups(model, {"nonsense": torch.zeros(1)})
-    assert model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert model.training and [parameter.requires_grad for parameter in model.parameters()] == requires_grad
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_models_that_read_neither_text_nor_images_say_so():
+def test_models_without_text_or_image_inputs_are_refused():
     heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, decoder_start_token_id=2)
     whisper = hf.WhisperConfig(vocab_size=96, d_model=16, encoder_layers=1, decoder_layers=1, **heads, **EDGE)
     with pytest.raises(MoonshotError, match="reads input_features"):
@@ -229,13 +229,13 @@ def test_groups_of_neurons_and_whole_heads():
     )
 
 
-def test_a_share_that_rounds_to_no_head_is_said():
+def test_a_sparsity_that_rounds_to_no_head_is_noted():
     report = prune(make("llama"), sparsity=0.1).report
     assert any("3 layers, such as model.layers.0.self_attn.o_proj, keep all" in note for note in report.notes)
     assert not any("keep all" in note for note in prune(make("llama"), sparsity=0.0).report.notes)
 
 
-def test_targets_ignore_and_what_is_not_found():
+def test_targets_ignore_and_layers_without_groups():
     report = prune(make("llama"), ignore=["self_attn"]).report
     assert all(layer.name.endswith("down_proj") for layer in report.layers) and not report.skipped
     model = make("llama")
@@ -251,7 +251,7 @@ def test_targets_ignore_and_what_is_not_found():
         prune(mamba)
 
 
-def test_convolutions_and_plain_modules_say_so():
+def test_convolutions_and_plain_modules_are_skipped_with_the_reason():
     config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5)
     report = MoonshotPruner(make("convnext"), config).prune(progress=False)
     assert all("pwconv2" in layer.name and layer.sparsity == 0.5 for layer in report.layers) and report.layers

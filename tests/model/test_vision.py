@@ -1,4 +1,4 @@
-"""Image models and plain modules: what of them is pruned, how exactly, and what is refused."""
+"""Image models and plain modules: pruned layers, exact zeros, and refusals."""
 
 import sys
 from pathlib import Path
@@ -42,10 +42,10 @@ def test_patches_are_those_of_the_formula(choice, rows, monkeypatch):
     exact = reference_patches(conv, images)
     row = 4 * exact[:, :, : output.shape[3]].numel()
     monkeypatch.setattr(layer_kinds, "STRIP_BYTES", rows * row)
-    found = list(strips(conv, images))
-    assert len(found) == -(-output.shape[2] // rows) and found[-1][2]
-    assert sum(last for _, _, last in found) == 1
-    patches = torch.cat([patches for _, patches, _ in found], 2)
+    pieces = list(strips(conv, images))
+    assert len(pieces) == -(-output.shape[2] // rows) and pieces[-1][2]
+    assert sum(last for _, _, last in pieces) == 1
+    patches = torch.cat([patches for _, patches, _ in pieces], 2)
     assert torch.equal(patches, exact)
     weight = conv.weight.flatten(1).unflatten(0, (conv.groups, -1))
     product = torch.einsum("bgti,goi->bgot", patches, weight).reshape(output.shape)
@@ -63,10 +63,10 @@ def test_convolutions_that_read_a_tensor_differently_share_nothing():
 
 
 def assert_zeros(report, weight, count):
-    """Exactly so many, or more where an input is dead: a weight that is kept there is 0 too."""
-    found = int((weight == 0).sum())
-    assert report.sparsity == found / weight.numel()
-    assert found == count if not report.notes else found >= count
+    """Exactly `count` zeros, or more where an input is dead: its kept weights are 0 too."""
+    zeros = int((weight == 0).sum())
+    assert report.sparsity == zeros / weight.numel()
+    assert zeros == count if not report.notes else zeros >= count
 
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "magnitude"])
@@ -118,18 +118,20 @@ def test_channels_last_weights_are_pruned_in_place():
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0])
-def test_everything_is_seen_in_one_pass_where_it_fits(lam):
+def test_all_layers_are_calibrated_in_one_pass_if_memory_suffices(lam):
     for name, targets in (("resnet", ["convolution", "classifier"]), ("convnet", None)):
         calls = []
         model = make(name)
         handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         prune(model, lam=lam, targets=targets)
         handle.remove()
-        probes = 2 * (name == "resnet") + 2 * (lam < 1)  # is it a chain, what is reached; which sample is whose
+        probes = 2 * (name == "resnet") + 2 * (
+            lam < 1
+        )  # of the block sequence and the layers reached; of separable samples
         assert len(calls) == SAMPLES // 2 + probes
 
 
-def test_little_memory_takes_more_passes_to_the_same_weights():
+def test_a_memory_limit_takes_more_passes_to_the_same_weights():
     whole, parts = make("resnet"), make("resnet")
     prune(whole)
     calls = []
@@ -152,14 +154,14 @@ def test_first_and_last_layer_of_a_plain_module_stay_dense_unless_named():
     with pytest.raises(MoonshotError, match="nothing to prune: 0: the first layer .* 2: the last layer .* targets"):
         prune(short)
     assert prune(short, targets=["0"]).report.sparsity == 0.5
-    tokens = make("convnet")  # parameters of the model itself are no layer
+    tokens = make("convnet")  # parameters of the model itself are not a layer
     tokens.position = nn.Parameter(torch.zeros(1, 5, 4))
     assert "first layer" in find_structure(tokens).skipped["stem"]
     words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
     assert [layer.name for layer in find_structure(words).layers()] == ["1"]
 
 
-def test_a_convolution_with_a_forward_of_its_own_stays_dense():
+def test_a_convolution_that_overrides_forward_stays_dense():
     torch.manual_seed(0)
     bit = hf.BitForImageClassification(
         hf.BitConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_groups=4, num_labels=5)
@@ -184,13 +186,13 @@ class ChangesItsInput(nn.Module):
         return self.last((x + y).mean((2, 3)))
 
 
-def test_an_input_that_is_changed_in_place_is_an_error_not_a_wrong_gradient():
+def test_an_input_changed_in_place_is_an_error():
     with pytest.raises(MoonshotError, match="second: the model changes this layer's input in place"):
         prune(ChangesItsInput())
     assert prune(ChangesItsInput(), lam=1).report.sparsity == 0.5
 
 
-def test_several_images_per_sample_pass_sample_by_sample():
+def test_several_images_per_sample_are_calibrated_one_sample_at_a_time():
     class Frames(nn.Module):
         def __init__(self):
             super().__init__()
@@ -228,7 +230,7 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
 @pytest.mark.parametrize("name", ["convnext", "convnet"])
-def test_sparsity_can_be_divided_between_convolutions(name, allocation):
+def test_sparsity_is_allocated_between_convolutions(name, allocation):
     model = make(name)
     report = prune(model, allocation=allocation, solver="magnitude", lam=None).report
     total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
@@ -236,7 +238,7 @@ def test_sparsity_can_be_divided_between_convolutions(name, allocation):
     assert len({round(layer.sparsity, 2) for layer in report.layers}) > 1
 
 
-def test_outliers_of_grouped_rows_are_those_of_their_own_inputs():
+def test_outliers_of_grouped_rows_use_the_inputs_of_their_group():
     torch.manual_seed(0)
     weight, squares = torch.randn(6, 10), torch.rand(3, 10)
     parts = list(weight.split(2))
