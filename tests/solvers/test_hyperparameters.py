@@ -89,9 +89,9 @@ def test_messages_name_the_bounds(options):
 
 
 @pytest.mark.parametrize("name", solver_names())
-def test_an_unknown_hyperparameter_is_refused_with_the_names_of_the_known_ones(name):
-    names = ", ".join(solver_options(name)) or "none"
-    with pytest.raises(MoonshotError, match=rf"^strength=2: solver='{name}' has no such hyperparameter; it has {names}$"):
+def test_an_unknown_hyperparameter_is_refused_with_the_supported_names(name):
+    has = ", ".join(solver_options(name)) or "none"
+    with pytest.raises(MoonshotError, match=rf"^strength=2: solver='{name}' has no such hyperparameter; it has {has}$"):
         make_solver(name, {"strength": 2})
 
 

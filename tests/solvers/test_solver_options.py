@@ -139,7 +139,7 @@ def test_an_interrupted_run_resumes_with_equal_hyperparameters_only(options, not
 def parse(*argv):
     parser = cli.argparse.ArgumentParser()
     cli.add_prune_options(parser)
-    return method_options.make_config(parser.parse_args(["path/to/model", "--output", "out", "--sparsity", "0.5", *argv]))
+    return method_options.make_config(parser.parse_args(["a/model", "--output", "out", "--sparsity", "0.5", *argv]))
 
 
 def test_command_line_options_have_the_types_of_the_hyperparameters(toy):
@@ -267,7 +267,9 @@ def installed(tmp_path, monkeypatch, registry):
     )
     (tmp_path / "toys" / "missing_part.py").write_text("import part_that_is_not_there\n")
     for name, module in (
-        ("installed", "installed_solver"), ("broken", "missing_part"), ("empty", "installed_solver:Toy.objective"),
+        ("installed", "installed_solver"),
+        ("broken", "missing_part"),
+        ("empty", "installed_solver:Toy.objective"),
     ):
         package(tmp_path / "toys", name, module)
     monkeypatch.syspath_prepend(tmp_path / "toys")

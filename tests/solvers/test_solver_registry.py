@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("registry")
 
 
 class Delegating:
-    """Delegates to a builtin solver without inheriting from it: only its own declarations are visible."""
+    """Delegates to a builtin solver without inheriting from it: only its declarations are visible."""
 
     delegate: ClassVar[type]
 
