@@ -28,8 +28,7 @@ from reference_recovery import hidden_states, recover, relative_errors
 from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.recovery import tuning
-from optimum_moonshot.recovery.blockwise import Recovery
-from optimum_moonshot.recovery.student import Task
+from optimum_moonshot.recovery.student import Task, padding_mask
 from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, divide, part_size
 
 SETTINGS = {"recover": "blockwise", "recover_steps": 10}
@@ -232,7 +231,7 @@ def test_padding_that_hidden_states_do_not_show_is_an_error():
     hidden = torch.zeros(24, 16)
     batch = token_batches(2, padded=True)[0]
     with pytest.raises(MoonshotError, match=r"recover: hidden states of shape \[24, 16\] do not show"):
-        Recovery._mask(None, batch, hidden)
+        padding_mask(batch, hidden)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 7, 8, 15, 16, 17, 64, 128])
