@@ -1,4 +1,4 @@
-"""The Fisher term: every representation equals Σ_n a_n a_nᵀ of every row, and reading it changes nothing."""
+"""Every representation of the Fisher term equals Σ_n a_n a_nᵀ of each row and is read-only."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers.base import make_solver
 
 CPU = torch.device("cpu")
-# N, rows and inputs: fewer samples than inputs, as many, more, one of each.
+# Samples, rows, inputs: fewer samples than inputs, as many, more, one of each.
 SHAPES = [(3, 5, 8), (8, 4, 8), (30, 5, 6), (1, 1, 1), (2, 6, 12)]
 
 
 @dataclass(frozen=True, eq=False)
 class Bare(Fisher):
-    """No more than the interface asks of a new form: what it need not have follows."""
+    """A new representation that implements the abstract methods of the interface alone."""
 
     values: torch.Tensor
     samples: int
@@ -47,7 +47,7 @@ class Bare(Fisher):
         return bool(torch.isfinite(self.values).all())
 
 
-def some_gradients(samples, rows, size, seed=0):
+def random_gradients(samples, rows, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(samples, rows, size, generator=generator)
 
@@ -74,11 +74,11 @@ def of_a_new_form(gradients):
 
 
 def among_more(form):
-    """Some rows of a term that has others before and after them."""
+    """A part of a term with more rows before and after it."""
 
     def make(gradients):
         samples, rows, size = gradients.shape
-        around = some_gradients(samples, 3, size, seed=1)
+        around = random_gradients(samples, 3, size, seed=1)
         term, values = form(torch.cat([around[:, :2], gradients, around[:, 2:]], 1))
         return term.part(slice(2, 2 + rows)), values[:, 2 : 2 + rows]
 
@@ -90,7 +90,7 @@ def as_blocks(form):
 
     def make(gradients):
         samples, rows, size = gradients.shape
-        more = some_gradients(samples, 2 * rows, size, seed=2)
+        more = random_gradients(samples, 2 * rows, size, seed=2)
         long = torch.stack([gradients, more[:, :rows], more[:, rows:]], 2).flatten(2)
         term, values = form(long)
         return term.column_blocks(size), values.unflatten(2, (3, size)).flatten(1, 2)
@@ -126,37 +126,33 @@ def same(result, expected, tolerance=1e-5):
 
 
 def case(form, shape):
-    """A term, and the gradients [N, rows, size] in float64 that it stands for."""
-    term, gradients = form(some_gradients(*shape))
+    """A term and its gradients [N, rows, size] in float64."""
+    term, gradients = form(random_gradients(*shape))
     return term, gradients.double()
 
 
-def everything(count):
-    return slice(0, count)
-
-
 @CASES
-def test_its_sizes_are_those_of_the_gradients(form, shape):
+def test_sizes_equal_those_of_the_gradients(form, shape):
     term, gradients = case(form, shape)
     assert (term.samples, term.count, term.size) == tuple(gradients.shape)
     assert term.max_rank <= term.size
 
 
 @CASES
-def test_its_matrices_are_the_sums_over_samples(form, shape):
+def test_matrices_are_the_sums_over_samples(form, shape):
     term, gradients = case(form, shape)
     truth = reference.row_fishers(gradients)
-    for rows in (everything(term.count), slice(None), slice(0, 1), slice(term.count // 2, term.count)):
+    for rows in (slice(0, term.count), slice(None), slice(0, 1), slice(term.count // 2, term.count)):
         result = term.matrices(rows, CPU)
         assert result.dtype == torch.float64
         same(result, truth[rows])
 
 
 @CASES
-def test_its_factors_multiply_to_its_matrices(form, shape):
+def test_factors_multiply_to_the_matrices(form, shape):
     term, gradients = case(form, shape)
     truth = reference.row_fishers(gradients)
-    for rows in (everything(term.count), slice(term.count // 2, term.count)):
+    for rows in (slice(0, term.count), slice(term.count // 2, term.count)):
         for dtype in (torch.float64, torch.float32):
             result = term.factors(rows, CPU, dtype)
             assert result.dtype == dtype and result.shape == (len(truth[rows]), term.max_rank, term.size)
@@ -165,10 +161,10 @@ def test_its_factors_multiply_to_its_matrices(form, shape):
 
 @CASES
 @pytest.mark.parametrize(("a", "b"), [(0.0, 1.0), (0.7, 0.3)])
-def test_with_a_shared_matrix_it_adds_up(form, shape, a, b):
+def test_combined_adds_a_shared_matrix(form, shape, a, b):
     term, gradients = case(form, shape)
     rows = slice(term.count // 2, term.count)
-    root = some_gradients(term.count, term.size, term.size, seed=3).double()[rows]
+    root = random_gradients(term.count, term.size, term.size, seed=3).double()[rows]
     shared = root @ root.mT
     before = shared.clone()
     result = term.combined(shared, rows, a, b)
@@ -178,10 +174,10 @@ def test_with_a_shared_matrix_it_adds_up(form, shape, a, b):
 
 @CASES
 @pytest.mark.parametrize("slice_bytes", [1, 500, 2**28])
-def test_its_losses_are_those_of_the_formula(form, shape, slice_bytes, monkeypatch):
+def test_losses_equal_the_formula(form, shape, slice_bytes, monkeypatch):
     monkeypatch.setattr(fisher_module, "SLICE_BYTES", slice_bytes)
     term, gradients = case(form, shape)
-    deltas = some_gradients(3, term.count, term.size, seed=4)
+    deltas = random_gradients(3, term.count, term.size, seed=4)
     expected = torch.stack([(gradients * delta).sum(2).square().sum() for delta in deltas.double()]) / len(gradients)
     result = term.losses(deltas)
     assert result.dtype == torch.float64
@@ -190,18 +186,18 @@ def test_its_losses_are_those_of_the_formula(form, shape, slice_bytes, monkeypat
 
 
 @CASES
-def test_its_mean_square_is_the_mean_of_its_diagonals(form, shape):
+def test_the_mean_square_is_the_mean_of_the_diagonals(form, shape):
     term, gradients = case(form, shape)
     assert term.mean_square() == pytest.approx(float(gradients.square().sum(0).mean()), rel=1e-5)
 
 
 @CASES
-def test_a_part_is_its_rows(form, shape):
+def test_a_part_consists_of_its_rows(form, shape):
     term, gradients = case(form, shape)
     rows = slice(term.count // 3, term.count)
     part, truth = term.part(rows), reference.row_fishers(gradients[:, rows])
     assert (part.samples, part.count, part.size) == tuple(gradients[:, rows].shape)
-    same(part.matrices(everything(part.count), CPU), truth)
+    same(part.matrices(slice(0, part.count), CPU), truth)
     same(part.part(slice(0, 1)).matrices(slice(None), CPU), truth[:1])
 
 
@@ -223,9 +219,9 @@ def test_column_blocks_are_the_diagonal_blocks_of_each_row(form, shape):
 
 
 @CASES
-def test_reading_changes_nothing(form, shape):
+def test_results_do_not_alias_the_term(form, shape):
     term, _ = case(form, shape)
-    rows = everything(term.count)
+    rows = slice(0, term.count)
     before = term.matrices(rows, CPU).clone()
     term.matrices(rows, CPU).zero_()
     term.combined(torch.zeros_like(before), rows, 0.5, 2.0).zero_()
@@ -236,19 +232,19 @@ def test_reading_changes_nothing(form, shape):
 
 @pytest.mark.parametrize("form", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_it_knows_values_that_are_not_finite(form, value):
-    gradients = some_gradients(3, 5, 8)
+def test_values_that_are_not_finite_are_detected(form, value):
+    gradients = random_gradients(3, 5, 8)
     assert form(gradients)[0].is_finite()
     gradients[1, 3, 7] = value
-    spoilt = form(gradients)[0]
-    assert not spoilt.is_finite() and not spoilt.part(slice(3, 4)).is_finite()
-    assert spoilt.part(slice(0, 3)).is_finite()
+    corrupt = form(gradients)[0]
+    assert not corrupt.is_finite() and not corrupt.part(slice(3, 4)).is_finite()
+    assert corrupt.part(slice(0, 3)).is_finite()
 
 
 def test_blocks_that_do_not_divide_a_row_are_refused():
     for form in PLAIN.values():
         with pytest.raises(RuntimeError, match="unflatten"):
-            form(some_gradients(3, 4, 8))[0].column_blocks(3)
+            form(random_gradients(3, 4, 8))[0].column_blocks(3)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
@@ -263,14 +259,14 @@ def test_blocks_that_do_not_divide_a_row_are_refused():
     ],
 )
 @pytest.mark.parametrize("grouped", [False, True])
-def test_solvers_ask_nothing_else_of_it(solver, options, pattern, lam, grouped):
+def test_solvers_use_the_interface_alone(solver, options, pattern, lam, grouped):
     if grouped and solver == "osscar":
         pytest.skip("its rows share columns")
     weight, gram, gradients = grouped_layer(3, 4, 24, 40, seed=5) if grouped else layer(12, 24, 40, seed=5)
-    made = make_solver(solver, options)
-    size = made.column_block(24, pattern)
+    solver = make_solver(solver, options)
+    size = solver.column_block(24, pattern)
     term = Bare(matrices(gradients).values, len(gradients))
-    result = made.solve(Quadratic.build(weight, gram, term, lam, column_block=size), pattern)
-    expected = made.solve(full(weight, gram, gradients, lam, column_block=size), pattern)
+    result = solver.solve(Quadratic.build(weight, gram, term, lam, column_block=size), pattern)
+    expected = solver.solve(full(weight, gram, gradients, lam, column_block=size), pattern)
     assert torch.equal(result.keep, expected.keep)
     torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)

@@ -57,7 +57,7 @@ def test_the_last_damping_tried_is_one():
     assert escalate(0.03, lambda damping: damped_inverse_factor(matrix, 1.0, damping))[1] == 1
 
 
-def test_a_hopeless_matrix_is_an_error_that_says_what_was_tried():
+def test_a_matrix_beyond_damping_is_an_error_with_the_attempts():
     with pytest.raises(FactorizationError, match=r"size 4 .*\[0\.01, 0\.1, 1\.0\].*calibration samples"):
         escalate(0.01, lambda damping: damped_inverse_factor(-1e6 * torch.eye(4), 1.0, damping))
     assert issubclass(FactorizationError, MoonshotError)

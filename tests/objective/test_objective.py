@@ -1,4 +1,4 @@
-"""The quadratic: 1 at W = 0 for every λ, equal to the literal formulas, with notes on terms that vanish."""
+"""The quadratic is 1 at W = 0 for every λ, equals the literal formulas and notes terms that vanish."""
 
 import pytest
 import reference
@@ -13,8 +13,6 @@ from optimum_moonshot.objective.quadratic import scales
 from optimum_moonshot.solvers import solver_class, solver_names
 
 LAMS = [0.0, 0.1, 0.5, 0.9, 1.0]
-
-
 BUILD = pytest.mark.parametrize("build", [full, diagonal], ids=["full", "diagonal"])
 
 
@@ -34,7 +32,7 @@ def test_the_loss_of_the_dense_weight_is_zero(build):
 
 
 @pytest.mark.parametrize("lam", LAMS)
-def test_losses_are_those_of_the_formula(lam):
+def test_losses_equal_the_formula(lam):
     weight, gram, gradients = layer(6, 20, 5, seed=1)
     generator = torch.Generator().manual_seed(2)
     others = [torch.randn(weight.shape, generator=generator) for _ in range(3)]
@@ -46,7 +44,7 @@ def test_losses_are_those_of_the_formula(lam):
 
 
 @pytest.mark.parametrize("lam", LAMS)
-def test_diagonal_losses_are_those_of_the_formula(lam):
+def test_diagonal_losses_equal_the_formula(lam):
     weight, gram, gradients = layer(6, 20, 5, seed=3)
     squares = gradients.double().square()
     pruned = torch.where(weight.abs() > 0.1, weight, 0.0)
@@ -62,7 +60,7 @@ def test_diagonal_losses_are_those_of_the_formula(lam):
 
 
 @pytest.mark.parametrize("lam", LAMS)
-def test_row_matrices_and_diagonals_are_those_of_the_formula(lam):
+def test_row_matrices_and_diagonals_equal_the_formula(lam):
     weight, gram, gradients = layer(6, 20, 5, seed=4)
     exact = reference.hessians(weight.double(), gram.double(), gradients.double(), lam)
     quadratic = full(weight, gram, gradients, lam)
@@ -76,7 +74,7 @@ def test_row_matrices_and_diagonals_are_those_of_the_formula(lam):
 
 @BUILD
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_the_zero_weight_goes_by_magnitude(build, lam):
+def test_a_zero_weight_is_pruned_by_magnitude(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
     quadratic = build(torch.zeros_like(weight), gram, gradients, lam)
     assert quadratic.scales[:2] == (0, 0)
@@ -86,7 +84,7 @@ def test_the_zero_weight_goes_by_magnitude(build, lam):
 
 @BUILD
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_a_zero_gram_leaves_what_else_tells_weights_apart(build, lam):
+def test_with_a_zero_gram_the_fisher_loss_remains(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
     quadratic = build(weight, torch.zeros_like(gram), gradients if lam < 1 else None, lam)
     assert torch.equal(quadratic.weight, weight)
@@ -96,7 +94,7 @@ def test_a_zero_gram_leaves_what_else_tells_weights_apart(build, lam):
 
 @BUILD
 @pytest.mark.parametrize("lam", [0.0, 0.5])
-def test_zero_gradients_leave_reconstruction_alone(build, lam):
+def test_with_zero_gradients_the_reconstruction_loss_remains(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
     quadratic, single = (build(weight, gram, a, at) for a, at in ((torch.zeros_like(gradients), lam), (None, 1.0)))
     assert quadratic.scales == single.scales._replace(notes=quadratic.scales.notes)
@@ -106,7 +104,7 @@ def test_zero_gradients_leave_reconstruction_alone(build, lam):
     assert quadratic.losses(pruned)[0].fisher == 0
 
 
-def test_gradients_without_reconstruction_leave_fisher_alone():
+def test_without_reconstruction_loss_the_fisher_loss_remains():
     weight = torch.tensor([[1.0, -1.0, 2.0, -2.0]])
     gradients = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     quadratic = full(weight, torch.ones(4, 4), gradients, 0.5)
@@ -116,13 +114,13 @@ def test_gradients_without_reconstruction_leave_fisher_alone():
     assert quadratic.damping_unit > 0
 
 
-def test_lambda_one_has_no_use_for_gradients_that_vanish():
+def test_lambda_zero_and_one_ignore_the_loss_that_vanishes():
     assert scales(1.0, 2.0, 0.0, 4) == (0.5, 0.0, 1.0, ())
     assert scales(0.0, 0.0, 2.0, 4) == (0.0, 0.125, 0.0, ())
 
 
 @BUILD
-def test_dead_inputs_lose_their_weights_and_are_counted(build):
+def test_weights_of_dead_inputs_are_removed_and_counted(build):
     weight, gram, gradients = layer(4, 12, 3, dead=(2, 7))
     quadratic = build(weight, gram, gradients, 0.5)
     live = [column for column in range(12) if column not in (2, 7)]
@@ -145,7 +143,7 @@ def test_gradients_in_half_precision_and_in_slices_give_the_same_losses(build, d
         assert sliced.losses(pruned)[0] == pytest.approx(whole.losses(pruned)[0], rel=1e-6)
 
 
-def test_the_damping_unit_is_the_mean_diagonal_whatever_lambda():
+def test_the_damping_unit_is_the_mean_diagonal_for_every_lambda():
     weight, gram, gradients = layer(6, 20, 5)
     units = {full(weight, gram, gradients, lam).damping_unit for lam in LAMS}
     assert len(units) == 1
@@ -156,7 +154,7 @@ def test_the_damping_unit_is_the_mean_diagonal_whatever_lambda():
 @pytest.mark.parametrize("solver", solver_names())
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
-def test_where_every_input_is_dead_the_asked_count_goes_by_magnitude(solver, lam, pattern):
+def test_a_layer_with_dead_inputs_alone_is_pruned_by_magnitude(solver, lam, pattern):
     sparsity = None if pattern == "2:4" else 0.5
     kind = {"unstructured": Unstructured, "2:4": NM, "structured": Structured}[pattern]
     if kind not in solver_class(solver).patterns:
@@ -167,6 +165,6 @@ def test_where_every_input_is_dead_the_asked_count_goes_by_magnitude(solver, lam
     assert (result.weight == 0).float().mean() == 0.5
     assert torch.equal(result.weight[result.keep], weight[result.keep])
     assert result.notes == ("no loss at W = 0: weights are removed by magnitude",)
-    if pattern == "2:4":  # whatever the solver compares within a row, of four weights the two smallest go
+    if pattern == "2:4":  # for every solver, the two smallest of four weights
         smaller = weight.abs().view(-1, 4).argsort(1)[:, :2]
         assert not result.keep.view(-1, 4).gather(1, smaller).any()

@@ -1,4 +1,4 @@
-"""Parallel tasks: the same results in the same order, and torch's settings unchanged."""
+"""Parallel tasks return results in order and leave the settings of torch unchanged."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_results_come_in_order_and_the_thread_count_stays(two_threads):
+def test_results_are_in_order_and_the_thread_count_is_restored(two_threads):
     seen = parallel_map(lambda piece: (piece, torch.get_num_threads(), torch.is_grad_enabled()), range(20), CPU)
     assert seen == [(piece, 1, False) for piece in range(20)]
     assert torch.get_num_threads() == 2 and torch.is_grad_enabled()
 
 
-def test_an_exception_is_raised_and_the_thread_count_stays(two_threads):
+def test_an_exception_is_raised_and_the_thread_count_is_restored(two_threads):
     def fail(piece: int) -> None:
         if piece == 3:
             raise KeyError(piece)
@@ -33,7 +33,7 @@ def test_an_exception_is_raised_and_the_thread_count_stays(two_threads):
     assert torch.get_num_threads() == 2
 
 
-def test_a_single_piece_keeps_every_thread(two_threads):
+def test_a_single_task_uses_every_thread(two_threads):
     assert parallel_map(lambda _: torch.get_num_threads(), [0], CPU) == [2]
 
 

@@ -12,7 +12,7 @@ from optimum_moonshot.objective.patterns import NM, Structured, Unstructured, kt
 
 @pytest.mark.parametrize("sparsity", [0, 0.1, 0.25, 0.5, 0.6, 0.999, 1])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 128)])
-def test_the_count_is_exact_however_many_scores_are_equal(sparsity, shape):
+def test_the_count_is_exact_for_any_ties(sparsity, shape):
     for scores in (torch.rand(shape), torch.zeros(shape), torch.randint(0, 2, shape).float()):
         keep = Unstructured(sparsity).keep(scores)
         assert keep.dtype == torch.bool and keep.shape == scores.shape
@@ -21,18 +21,18 @@ def test_the_count_is_exact_however_many_scores_are_equal(sparsity, shape):
         assert ((~rows).sum(1) == round(sparsity * shape[1])).all()
 
 
-def test_of_equal_scores_the_first_index_goes_first():
+def test_of_equal_scores_the_first_index_is_removed_first():
     scores = torch.tensor([[2.0, 1.0, 1.0, 3.0], [1.0, 1.0, 2.0, 0.0]])
     assert Unstructured(0.375).keep(scores).tolist() == [[True, False, False, True], [True, True, True, False]]
     assert Unstructured(0.5).keep_per_row(scores).tolist() == [[True, False, False, True], [False, True, True, False]]
 
 
-def test_of_all_equal_scores_the_first_go():
+def test_of_all_equal_scores_the_first_are_removed():
     assert Unstructured(0.4).keep(torch.ones(2, 5)).tolist() == [[False] * 4 + [True], [True] * 5]
     assert NM(1, 4).keep(torch.zeros(1, 8)).tolist() == [[False, False, False, True] * 2]
 
 
-def test_none_and_all():
+def test_smallest_selects_none_and_all():
     scores = torch.rand(3, 4)
     for count in (-1, 0):
         assert not smallest(scores, count).any()
@@ -67,12 +67,12 @@ def test_structured_removes_exactly_the_columns_with_the_smallest_sums(group, sp
     assert torch.equal(keep, pattern.keep_per_row(scores))
 
 
-def test_of_equal_columns_the_first_go():
+def test_of_equal_columns_the_first_are_removed():
     assert Structured(0.5, 2).keep(torch.ones(2, 8)).tolist() == [[False] * 4 + [True] * 4] * 2
     assert Structured(0.5, 4).fits((3, 8)) and not Structured(0.5, 3).fits((3, 8))
 
 
-def test_transposed_scores_are_read_by_row_and_column():
+def test_transposed_scores_are_indexed_by_row_and_column():
     scores = torch.rand(8, 6).T
     assert torch.equal(Unstructured(0.5).keep(scores), reference.remove(scores, 24))
     assert torch.equal(NM(2, 4).keep(scores), reference.remove_nm(scores, 2, 4))
@@ -129,12 +129,12 @@ def test_a_pattern_is_parsed(pattern, sparsity, expected):
         ("2:4", 0.6, "sparsity=0.6: it contradicts pattern='2:4'.*leave it out"),
     ],
 )
-def test_what_cannot_be_parsed_names_the_field_and_the_mend(pattern, sparsity, message):
+def test_an_invalid_pattern_is_an_error_with_the_field_and_a_hint(pattern, sparsity, message):
     with pytest.raises(MoonshotError, match=message):
         parse_pattern(pattern, sparsity)
 
 
-def test_the_kth_smallest_is_that_of_each_row():
+def test_kth_smallest_selects_within_each_row():
     values = torch.tensor([[3.0, 1.0, 2.0, 1.0], [-1.0, 5.0, 5.0, 0.0]])
     for count in range(1, 5):
         assert torch.equal(kth_smallest(values, count), values.sort(1).values[:, count - 1 : count])

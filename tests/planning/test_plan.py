@@ -1,4 +1,4 @@
-"""What a run would take, said before it: the figures follow from the run's own decisions, and nothing else happens."""
+"""A plan estimates memory and time by the decisions of the run and has no side effects."""
 
 import argparse
 import copy
@@ -40,42 +40,42 @@ def planned(config=None, **fields):
     return MoonshotPruner.plan_for(config or on_meta(), MoonshotConfig(**{**FAST, **fields}))
 
 
-def most(plan, what):
-    return max(sum(moment.items.get(what, {}).values()) for moment in plan.snapshots)
+def most(plan, item):
+    return max(sum(snapshot.items.get(item, {}).values()) for snapshot in plan.snapshots)
 
 
-@pytest.mark.parametrize("solver", ["wanda", "magnitude", "sparsegpt", "alps", "obc", "cap", "osscar"])
+@pytest.mark.parametrize("name", ["wanda", "magnitude", "sparsegpt", "alps", "obc", "cap", "osscar"])
 @pytest.mark.parametrize(("samples", "lam"), [(0, 1.0), (16, 0.9), (80, 0.9)])
-def test_a_solver_says_what_it_holds(solver, samples, lam):
-    made = make_solver(solver, {})
+def test_a_solver_estimates_its_peak_memory(name, samples, lam):
+    solver = make_solver(name, {})
     for pattern in (Unstructured(0.5), NM(2, 4), Structured(0.5)):
-        if not isinstance(pattern, made.patterns):
+        if not isinstance(pattern, solver.patterns):
             continue
-        block = made.column_block(64, pattern)
+        block = solver.column_block(64, pattern)
         size = ProblemSize(192, 64, samples, 1, block, bool(samples) and samples >= (block or 64), lam, 0.5)
-        weight, statistics = random_problem(made, size, torch.Generator().manual_seed(0))
+        weight, statistics = random_problem(solver, size, torch.Generator().manual_seed(0))
         with LiveBytes() as live, torch.no_grad():
             objective = statistics.objective(weight, lam, block)
-            result = made.solve(objective, pattern)
+            result = solver.solve(objective, pattern)
             weight_losses(objective, result.weight, result.keep, torch.float32)
-        said = max(made.work(size, pattern).bytes, ruler_bytes(size, made.objective.diagonal_only))
-        assert 0.7 * live.peak <= said <= 1.35 * live.peak, (pattern, said / live.peak)
+        estimate = max(solver.work(size, pattern).bytes, ruler_bytes(size, solver.objective.diagonal_only))
+        assert 0.7 * live.peak <= estimate <= 1.35 * live.peak, (pattern, estimate / live.peak)
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4)], ids=str)
-def test_a_large_matrix_takes_little_more_than_its_weights_where_diagonals_are_all(pattern):
-    """Of rows that are compared one by one, and of losses, some rows at a time are looked at."""
-    made, size = make_solver("wanda", {}), ProblemSize(4096, 2048)
-    weight, statistics = random_problem(made, size, torch.Generator().manual_seed(0))
+def test_a_diagonal_objective_needs_little_more_memory_than_the_weights(pattern):
+    """Separately compared rows and the losses are processed in slices of rows."""
+    solver, size = make_solver("wanda", {}), ProblemSize(4096, 2048)
+    weight, statistics = random_problem(solver, size, torch.Generator().manual_seed(0))
     with LiveBytes() as live, torch.no_grad():
         objective = statistics.objective(weight, 1.0, None)
-        result = made.solve(objective, pattern)
+        result = solver.solve(objective, pattern)
         weight_losses(objective, result.weight, result.keep, torch.float32)
-    said = max(made.work(size, pattern).bytes, ruler_bytes(size, True))
-    assert live.peak <= 22 * size.weights and 0.8 * live.peak <= said <= 1.25 * live.peak
+    estimate = max(solver.work(size, pattern).bytes, ruler_bytes(size, True))
+    assert live.peak <= 22 * size.weights and 0.8 * live.peak <= estimate <= 1.25 * live.peak
 
 
-def test_live_bytes_are_those_of_storages_that_live():
+def test_live_bytes_count_live_storages_once():
     with LiveBytes() as live:
         first = torch.zeros(1000)
         view = first.view(10, 100)
@@ -87,7 +87,7 @@ def test_live_bytes_are_those_of_storages_that_live():
     assert view.shape == (10, 100)
 
 
-def test_a_model_without_memory_has_the_same_shapes_and_shares_what_was_shared():
+def test_a_fake_model_has_the_same_shapes_and_tied_weights():
     model = llama(tie_word_embeddings=True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         twin = shape_of(model, mode)
@@ -98,7 +98,7 @@ def test_a_model_without_memory_has_the_same_shapes_and_shares_what_was_shared()
 
 @pytest.mark.parametrize("lam", [1, 0.5])
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mixtral", "qwen3"])
-def test_what_is_planned_is_what_lives(name, lam):
+def test_the_planned_peak_matches_the_run(name, lam):
     model, batches = make(name), token_batches(samples=8, length=24)
     config = MoonshotConfig(**{**FAST, "batch_size": 2, "lam": lam})
     pruner = MoonshotPruner(model, config)
@@ -106,52 +106,52 @@ def test_what_is_planned_is_what_lives(name, lam):
     with LiveBytes() as live:
         pruner.prune(batches, progress=False)
     allocator = next(iter(plan.snapshots[0].items.get("allocator", {"cpu": 0}).values()))
-    said = plan.peaks["cpu"] - allocator
-    assert 0.6 * live.peak <= said <= 1.7 * live.peak, said / live.peak
+    estimate = plan.peaks["cpu"] - allocator
+    assert 0.6 * live.peak <= estimate <= 1.7 * live.peak, estimate / live.peak
 
 
-def test_bytes_grow_with_samples_and_widths():
+def test_memory_grows_with_samples_and_widths():
     base = planned(lam=0.5)
     assert most(planned(lam=0.5, num_samples=16), "caches") > 1.9 * most(base, "caches")
     wide = on_meta(hidden_size=32, intermediate_size=48)
     assert most(planned(wide, lam=0.5), "statistics") > 1.9 * most(base, "statistics")
     assert most(planned(lam=1), "caches") < most(base, "caches") / 2
     assert most(planned(lam=0.5, batch_size=1), "activations") < most(base, "activations")
-    assert "logits" not in {what for moment in planned(lam=1).snapshots for what in moment.items}
+    assert "logits" not in {item for snapshot in planned(lam=1).snapshots for item in snapshot.items}
 
 
-def test_statistics_are_those_of_the_schedule_to_the_byte():
+def test_the_memory_of_statistics_is_exact():
     plan = planned(lam=0.5, solver="sparsegpt")
     d, inner, kv, n = 16, 24, 8, 8
-    grams = 2 * d * d + d * d + inner * inner  # q, k and v share theirs, gate and up too
+    grams = 2 * d * d + d * d + inner * inner  # q, k and v share one, gate and up too
     gradients = n * (2 * d * d + 2 * kv * d + 3 * inner * d)
     assert most(plan, "statistics") == 4 * (grams + gradients)
 
 
 @pytest.mark.parametrize("solver", ["obc", "sparsegpt", "wanda"])
-def test_plan_and_run_decide_by_the_same_function(solver, monkeypatch, tmp_path):
+def test_plan_and_run_have_the_same_partition(solver, monkeypatch, tmp_path):
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     config = MoonshotConfig(**FAST, lam=0.5, solver=solver, max_memory=60_000, offload_dir=str(tmp_path))
-    decided = []
+    partitions = []
     original = loop.partition
 
-    def noted(*arguments):
+    def record(*arguments):
         parts = original(*arguments)
-        decided.append([[layer.name for layer in part.layers] for part in parts])
+        partitions.append([[layer.name for layer in part.layers] for part in parts])
         return parts
 
-    monkeypatch.setattr(loop, "partition", noted)
+    monkeypatch.setattr(loop, "partition", record)
     plan = MoonshotPruner(model, config).plan(batches)
-    in_plan = list(decided)
-    decided.clear()
+    planned_partitions = list(partitions)
+    partitions.clear()
     report = MoonshotPruner(model, config).prune(batches, progress=False)
-    assert decided == in_plan
-    assert {block.rounds for block in plan.blocks} == {len(rounds) for rounds in in_plan}
-    in_parts = {name for block in plan.blocks for name in block.parts}
-    assert len(in_parts) == sum("chunks of rows" in note for note in report.notes)
+    assert partitions == planned_partitions
+    assert {block.rounds for block in plan.blocks} == {len(rounds) for rounds in planned_partitions}
+    split_layers = {name for block in plan.blocks for name in block.parts}
+    assert len(split_layers) == sum("chunks of rows" in note for note in report.notes)
 
 
-def test_a_plan_changes_nothing(tmp_path, monkeypatch):
+def test_a_plan_has_no_side_effects(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, batches = llama().train(), token_batches(samples=8, length=16, size=4)
     config = MoonshotConfig(**FAST, lam=0.5, offload_dir=str(tmp_path / "offload"))
@@ -184,13 +184,13 @@ def test_a_plan_without_weights_equals_one_with_them():
 
 
 @pytest.mark.parametrize("fields", [{"rotation": "learned"}, {"allocation": "fisher"}, {"recover": "gradual"}])
-def test_phases_before_and_after_have_their_moments(fields):
+def test_phases_before_and_after_pruning_have_snapshots(fields):
     plan = planned(lam=0.5, **fields)
     name = {"rotation": "rotation", "allocation": "allocation", "recover": "recovery"}[next(iter(fields))]
-    assert name in {moment.phase for moment in plan.snapshots}
+    assert name in {snapshot.phase for snapshot in plan.snapshots}
 
 
-def test_orders_of_neurons_take_time_where_these_compete_for_the_places_of_n_m():
+def test_channel_permutation_takes_time_for_n_m_patterns_alone():
     def products(*, layers=1, neurons=24, **fields):
         model = llama(num_hidden_layers=layers, intermediate_size=neurons)
         return ordering_products(select(model, MoonshotConfig(**fields)))
@@ -200,15 +200,15 @@ def test_orders_of_neurons_take_time_where_these_compete_for_the_places_of_n_m()
     assert products(pattern="2:4", layers=3) == pytest.approx(3 * once) and once > 0
     assert products(pattern="n:4", sparsity=0.5, allocation="fisher") == once
     assert products(pattern="4:8") == 2 * once
-    # A table has a row and a column for every neuron.
+    # The cost matrix is quadratic in the number of neurons.
     assert products(pattern="2:4", neurons=48) == pytest.approx(4 * once)
 
 
-def test_what_does_not_fit_names_the_option_that_mends_it():
+def test_an_overflow_names_the_option_that_fixes_it():
     config = MoonshotConfig(**{**FAST, "num_samples": 64}, lam=0.5)
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory=120_000, host_memory="1GB")
     assert not plan.fits and plan.device == "cuda"
-    assert any("num_samples" in misfit.hint for misfit in plan.overflows)
+    assert any("num_samples" in overflow.hint for overflow in plan.overflows)
     small = MoonshotPruner.plan_for(on_meta(), config, device_memory=1000, host_memory="1GB")
     assert small.overflows[0].where == "the model" and "dtype" in small.overflows[0].hint
     assert "DOES NOT FIT" in str(plan)
@@ -216,19 +216,19 @@ def test_what_does_not_fit_names_the_option_that_mends_it():
     assert plan.fits and "fits: besides the model" in str(plan)
 
 
-def test_results_go_to_the_disk_with_a_folder():
-    held = MoonshotPruner.plan_for(on_meta(), MoonshotConfig(**FAST), resume_dir="kept").peaks
-    assert held["disk"] > 0 and "disk" not in planned().peaks
+def test_results_are_counted_on_the_disk_with_a_folder():
+    peaks = MoonshotPruner.plan_for(on_meta(), MoonshotConfig(**FAST), resume_dir="run").peaks
+    assert peaks["disk"] > 0 and "disk" not in planned().peaks
 
 
 def test_caches_that_spill_are_counted_on_the_disk(tmp_path):
     config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000, offload_dir=str(tmp_path))
     assert MoonshotPruner.plan_for(on_meta(), config).peaks["disk"] > 0
     config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000)
-    assert any("offload_dir" in misfit.hint for misfit in MoonshotPruner.plan_for(on_meta(), config).overflows)
+    assert any("offload_dir" in overflow.hint for overflow in MoonshotPruner.plan_for(on_meta(), config).overflows)
 
 
-def test_a_run_that_finds_no_room_was_planned_to(tmp_path):
+def test_a_run_that_exceeds_the_memory_has_an_overflow_in_its_plan(tmp_path):
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     pruner = MoonshotPruner(model, MoonshotConfig(**FAST, lam=0.5, max_memory=40_000))
     plan = pruner.plan(batches)
@@ -264,7 +264,7 @@ def test_a_wrong_size_is_refused(options, message):
         MoonshotPruner.plan_for(on_meta(), MoonshotConfig(**FAST), **options)
 
 
-def test_what_has_no_plan_says_so():
+def test_an_unsupported_plan_is_an_error():
     with pytest.raises(MoonshotError, match="pattern='experts'"):
         MoonshotPruner.plan_for(on_meta(), MoonshotConfig(solver="osscar", pattern="experts", sparsity=0.5))
     with pytest.raises(MoonshotError, match="sequence_length=100"):
@@ -276,13 +276,13 @@ def test_the_command_plans_and_writes_nothing(tmp_path, capsys, monkeypatch):
     on_meta().save_pretrained(tmp_path / "config-only")
     parser = argparse.ArgumentParser()
     add_prune_options(parser)
-    asked = ["config-only", "--output", "out", "--sparsity", "0.5", "--dry-run", "--num-samples", "4"]
-    prune_command(parser.parse_args([*asked, "--device-memory", "1GB"]))
-    told = capsys.readouterr().out
-    assert "model.layers.0" in told and "without its weights" in told
+    arguments = ["config-only", "--output", "out", "--sparsity", "0.5", "--dry-run", "--num-samples", "4"]
+    prune_command(parser.parse_args([*arguments, "--device-memory", "1GB"]))
+    output = capsys.readouterr().out
+    assert "model.layers.0" in output and "without its weights" in output
     llama().save_pretrained(tmp_path / "whole")
-    prune_command(parser.parse_args(["whole", *asked[1:]]))
+    prune_command(parser.parse_args(["whole", *arguments[1:]]))
     assert "total" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config-only", "whole"]
     with pytest.raises(MoonshotError, match="host_memory: only for dry_run"):
-        prune_command(parser.parse_args([*asked[:5], "--host-memory", "1GB"]))
+        prune_command(parser.parse_args([*arguments[:5], "--host-memory", "1GB"]))

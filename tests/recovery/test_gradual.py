@@ -1,4 +1,4 @@
-"""Gradual recovery: blocks pruned in stages while they are tuned. How it ends, what it equals, what it resists."""
+"""Gradual recovery prunes blocks in stages while it tunes them: final patterns, literal version, interruptions."""
 
 import dataclasses
 import math
@@ -8,9 +8,26 @@ import pytest
 import torch
 from marks import slow
 from models import image_batches, make, token_batches
+from recovery_runs import (
+    LITERAL_SAMPLES,
+    SAMPLES,
+    assert_no_hooks,
+    assert_recovered,
+    assert_shared_as_pruned,
+    blocks_of,
+    interrupt,
+    literal_batches,
+    same,
+    shuffled,
+    state,
+    tie_up_projections,
+    without_seconds,
+)
+from recovery_runs import config as recovery_config
+from recovery_runs import prune as prune_and_recover
 from reference_recovery import recover_gradually
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport
+from optimum_moonshot import MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.pipeline.partition import Part
@@ -19,52 +36,29 @@ from optimum_moonshot.recovery.gradual import STAGES, Gradual, StagePruning, sta
 from optimum_moonshot.recovery.student import Student
 from optimum_moonshot.recovery.tuning import Tuner, divide
 
-SAMPLES = 16
-
-
-def config(**changes):
-    defaults = dict(pattern="2:4", lam=1.0, num_samples=SAMPLES, recover="gradual", recover_steps=20, recover_lr=0.01)
-    return MoonshotConfig(**{**defaults, **changes})
-
-
-def prune(model, batches=None, resume_dir=None, **changes):
-    batches = token_batches(SAMPLES) if batches is None else batches
-    return MoonshotPruner(model, config(**changes)).prune(batches, progress=False, resume_dir=resume_dir)
-
-
-def state(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(model, expected):
-    return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-
-
-def without_seconds(report):
-    return [dataclasses.replace(block, seconds=0) for block in report.recovery]
-
-
-SHARES = [1 - (5 / 6) ** 3, 19 / 27, 7 / 8, 26 / 27, 215 / 216, 1]
+SETTINGS = {"recover": "gradual", "recover_steps": 20, "recover_lr": 0.01}
+config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)
+FRACTIONS = [1 - (5 / 6) ** 3, 19 / 27, 7 / 8, 26 / 27, 215 / 216, 1]
 
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        (Unstructured(0.8), [Unstructured(0.8 * share) for share in SHARES]),
-        (Unstructured(0.3, exact=True), [Unstructured(0.3 * share, exact=True) for share in SHARES]),
+        (Unstructured(0.8), [Unstructured(0.8 * fraction) for fraction in FRACTIONS]),
+        (Unstructured(0.3, exact=True), [Unstructured(0.3 * fraction, exact=True) for fraction in FRACTIONS]),
         (Unstructured(0.0), [Unstructured(0.0)] * 6),
         (NM(2, 4), [NM(3, 4)] * 2 + [NM(2, 4)] * 4),
         (NM(4, 4), [NM(4, 4)] * 6),
         (NM(1, 2), [NM(2, 2)] + [NM(1, 2)] * 5),
         (NM(4, 16), [NM(n, 16) for n in (11, 8, 6, 4, 4, 4)]),
-        (Structured(0.5, 4), [Structured(0.5 * share, 4) for share in SHARES]),
+        (Structured(0.5, 4), [Structured(0.5 * fraction, 4) for fraction in FRACTIONS]),
     ],
     ids=str,
 )
-def test_stages_remove_more_and_more_and_end_at_the_pattern(pattern, expected):
-    found = stage_patterns(pattern)
-    assert found[-1] == pattern and len(found) == STAGES
-    for stage, wanted in zip(found, expected, strict=True):
+def test_stages_are_increasingly_sparse_and_end_at_the_pattern(pattern, expected):
+    stages = stage_patterns(pattern)
+    assert stages[-1] == pattern and len(stages) == STAGES
+    for stage, wanted in zip(stages, expected, strict=True):
         assert stage.sparsity == pytest.approx(wanted.sparsity)
         assert dataclasses.replace(stage, **{name: 0 for name in vars(stage) if name in ("sparsity", "n")}) == (
             dataclasses.replace(wanted, **{name: 0 for name in vars(wanted) if name in ("sparsity", "n")})
@@ -74,37 +68,27 @@ def test_stages_remove_more_and_more_and_end_at_the_pattern(pattern, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "padded"), [("llama", False), ("llama-tied-biased", True)])
 def test_equals_the_literal_version(name, padded, monkeypatch):
-    """Without a look at the held-out samples, which undo nothing here."""
+    """The evaluations on held-out samples, which could undo steps, are disabled."""
     monkeypatch.setattr(tuning, "EVALUATIONS", 1)
     monkeypatch.setattr(Tuner, "settle", lambda self, steps: list(self._steps(steps, lambda step: 1.0)))
     real = Tuner.loss
     monkeypatch.setattr(Tuner, "loss", lambda self: real(self) if self.taken else math.inf)
-    batches = [
-        {key: value[row : row + 1] for key, value in batch.items()}
-        for batch in token_batches(18, padded=padded)
-        for row in range(2)
-    ]
-    settings = dict(num_samples=18, recover_steps=20, recover_lr=0.003, pattern="unstructured", sparsity=0.5)
+    batches = literal_batches(padded)
+    settings = dict(
+        num_samples=LITERAL_SAMPLES, recover_steps=20, recover_lr=0.003, pattern="unstructured", sparsity=0.5
+    )
     dense, plain, recovered = make(name), make(name), make(name)
     prune(plain, batches, **{**settings, "recover": None})
     report = prune(recovered, batches, **settings)
-    groups, _ = divide([1] * 18)
+    groups, _ = divide([1] * LITERAL_SAMPLES)
 
-    def blocks_of(model):
-        return [(block.module, [layer.parameter for layer in block.layers]) for block in find_structure(model).blocks]
-
-    def order(block):
-        generator = torch.Generator().manual_seed(block)
-        while True:
-            yield from torch.randperm(len(groups), generator=generator).tolist()
-
-    stages = [config(recover=None, pattern="unstructured", sparsity=0.5 * share) for share in SHARES]
+    stages = [config(recover=None, pattern="unstructured", sparsity=0.5 * fraction) for fraction in FRACTIONS]
     truth = recover_gradually(
         dense,
         plain,
         blocks_of,
         [[batches[index] for index in group] for group in groups],
-        order,
+        shuffled(len(groups)),
         steps=10,
         lr=0.003,
         stages=lambda parameter: stages,
@@ -138,7 +122,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
     ],
     ids=str,
 )
-def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
+def test_every_layer_reaches_exactly_its_target(changes):
     plain, dense, model = make("llama"), make("llama"), make("llama")
     batches = token_batches(64)
     before = prune(plain, batches, **{**changes, "recover": None})
@@ -146,7 +130,7 @@ def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
     report = pruner.prune(batches, progress=False)
     assert [block.name for block in report.recovery] == [block.name for block in find_structure(dense).blocks]
     assert all(block.loss_after <= block.loss_before for block in report.recovery)
-    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert_recovered(report)
     patterns = pruner.config.pattern_rules.of(layer.name for layer in report.layers)
     for layer, expected in zip(report.layers, before.layers, strict=True):
         weight = model.get_submodule(layer.name).weight
@@ -164,22 +148,22 @@ def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
 
 
 @pytest.mark.slow
-def test_in_a_learned_basis(tmp_path):
+def test_recovery_in_a_learned_basis(tmp_path):
     whole, resumed = make("llama"), make("llama")
     options = dict(rotation="learned", rotation_steps=2, num_samples=64)
     report = prune(whole, token_batches(64), **options)
     assert report.rotation is not None and report.sparsity == 0.5
-    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert_recovered(report)
     again = prune(resumed, token_batches(64), tmp_path / "run", **options)
     assert same(resumed, state(whole)) and without_seconds(again) == without_seconds(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "bert", "vit"])
-def test_other_architectures_gain(name):
+def test_recovery_lowers_the_loss_of_other_architectures(name):
     batches = image_batches(SAMPLES) if name == "vit" else token_batches(SAMPLES, padded=name == "bert")
     report = prune(make(name), batches)
-    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert_recovered(report)
     assert report.sparsity == 0.5
 
 
@@ -196,10 +180,10 @@ def test_half_precision_models_are_pruned_and_tuned_in_float32(dtype, monkeypatc
     model = make("llama").to(dtype)
     report = prune(model)
     assert seen == {torch.float32} and model.dtype == dtype and report.sparsity == 0.5
-    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert_recovered(report)
 
 
-def test_masks_are_chosen_anew():
+def test_recovery_changes_the_masks():
     plain, model = make("llama"), make("llama")
     prune(plain, recover=None)
     prune(model)
@@ -209,7 +193,7 @@ def test_masks_are_chosen_anew():
 
 
 @pytest.mark.parametrize("rate", [0.9, 0.3])
-def test_a_block_is_never_left_worse_than_the_solver_left_it(rate):
+def test_recovery_never_raises_the_loss_of_a_block(rate):
     report = prune(make("llama"), recover_lr=rate)
     assert all(block.loss_after <= block.loss_before for block in report.recovery)
     assert report.sparsity == 0.5
@@ -230,7 +214,7 @@ def test_without_a_gain_the_pruned_weights_are_kept(monkeypatch):
     assert all("no gain: the pruned weights were kept" in block.notes for block in report.recovery)
 
 
-def test_steps_between_stages_that_lose_are_undone():
+def test_steps_between_stages_are_undone_if_they_raise_the_loss():
     losses = iter([1.0, 1.5, 1.0, 0.5])
 
     class Learner:
@@ -252,7 +236,7 @@ def test_steps_between_stages_that_lose_are_undone():
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 1.0])
-def test_the_ends_of_sparsity(sparsity):
+def test_sparsity_zero_and_one(sparsity):
     plain, model = make("llama"), make("llama")
     options = dict(pattern="unstructured", sparsity=sparsity)
     prune(plain, **{**options, "recover": None})
@@ -261,29 +245,26 @@ def test_the_ends_of_sparsity(sparsity):
     assert [block.loss_after for block in report.recovery] == ([0.0] * 3 if sparsity == 0 else [])
 
 
-def test_layers_that_two_blocks_share_and_blocks_without_any():
+def test_shared_layers_and_blocks_without_layers_are_skipped():
     plain, model = make("llama"), make("llama")
-    for each in (plain, model):
-        each.model.layers[2].mlp.up_proj.weight = each.model.layers[0].mlp.up_proj.weight
+    tie_up_projections(plain, model)
     targets = [r"layers\.[02]\..*proj", "lm_head"]
     prune(plain, recover=None, targets=targets)
     report = prune(model, targets=targets)
     assert [block.name for block in report.recovery] == ["model.layers.0", "model.layers.2"]
     assert any("1 layers outside of the blocks were not recovered" in note for note in report.notes)
-    shared = model.model.layers[0].mlp.up_proj.weight
-    assert model.model.layers[2].mlp.up_proj.weight is shared
-    assert torch.equal(shared, plain.model.layers[0].mlp.up_proj.weight)
+    assert_shared_as_pruned(model, plain)
     assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
 
 
-def test_one_block():
+def test_a_single_block_is_recovered():
     model = make("llama")
     report = prune(model, targets=[r"layers\.1\."])
     assert [block.name for block in report.recovery] == ["model.layers.1"] and report.sparsity == 0.5
     assert report.recovery[0].loss_after < report.recovery[0].loss_before
 
 
-def test_a_layer_that_the_recovered_blocks_data_do_not_reach_keeps_its_pruned_weight(monkeypatch):
+def test_a_layer_without_inputs_after_recovery_keeps_its_pruned_weight(monkeypatch):
     plain, model = make("llama"), make("llama")
     changes = dict(pattern="unstructured", sparsity=0.7, num_samples=64)
     prune(plain, token_batches(64), **changes, recover=None)
@@ -300,13 +281,13 @@ def test_a_layer_that_the_recovered_blocks_data_do_not_reach_keeps_its_pruned_we
         assert torch.equal(*zeros) == (other == name)
 
 
-def test_memory_does_not_change_the_result(monkeypatch):
-    roomy, tight = make("llama"), make("llama")
-    prune(roomy)
+def test_the_partition_does_not_change_the_result(monkeypatch):
+    whole, partitioned = make("llama"), make("llama")
+    prune(whole)
     one = lambda self, stage: [Part((layer,), (0,)) for layer in stage.layers if self.lacks(layer)]  # noqa: E731
     monkeypatch.setattr(StagePruning, "partition", one)  # as with little memory
-    prune(tight)
-    assert same(tight, state(roomy))
+    prune(partitioned)
+    assert same(partitioned, state(whole))
 
 
 def test_two_runs_are_bit_identical_and_leave_the_random_state():
@@ -321,7 +302,7 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
 
 
 @pytest.mark.parametrize(
-    ("place", "allocation"),
+    ("block", "allocation"),
     [
         slow(0, "uniform"),
         (1, "uniform"),
@@ -331,48 +312,32 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
         (1, "fisher"),
     ],
 )
-def test_an_interrupted_run_goes_on_at_its_block(place, allocation, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_at_its_block(block, allocation, tmp_path, monkeypatch):
     changes = {} if allocation == "uniform" else dict(pattern="unstructured", sparsity=0.5, allocation=allocation)
     whole, resumed = make("llama"), make("llama")
     before = state(whole)
     full = prune(whole, **changes)
-    original, count = Tuner.settle, [0]
-
-    def die(self, *args):
-        count[0] += 1
-        if count[0] == (STAGES - 1) * place + 2:  # behind the second stage of a block
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    monkeypatch.setattr(Tuner, "settle", die)
+    calls = interrupt(monkeypatch, Tuner, "settle", (STAGES - 1) * block + 2)  # after the second stage of a block
     folder = tmp_path / "partial"
     with pytest.raises(KeyboardInterrupt):
         prune(resumed, resume_dir=folder, **changes)
-    assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == place
+    assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == block
     report = prune(resumed, resume_dir=folder, **changes)
-    assert count[0] == (STAGES - 1) * 3 + 2
+    assert len(calls) == (STAGES - 1) * 3 + 2
     assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
 
 
-def test_another_way_of_recovery_is_another_run(tmp_path):
+def test_a_run_with_another_recovery_is_discarded(tmp_path):
     prune(make("llama"), resume_dir=tmp_path / "run", recover="blockwise")
     report = prune(make("llama"), resume_dir=tmp_path / "run")
     assert "an unfinished run with other settings was discarded" in report.notes
 
 
-def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+def test_a_failure_restores_the_model(monkeypatch):
     model = make("llama").train()
     before = state(model)
-    original, count = Gradual._solve, [0]
-
-    def fail(self, *args):
-        count[0] += 1
-        if count[0] == STAGES + 2:
-            raise RuntimeError("broken")
-        return original(self, *args)
-
-    monkeypatch.setattr(Gradual, "_solve", fail)
+    interrupt(monkeypatch, Gradual, "_solve", STAGES + 2, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         prune(model)
     assert same(model, before) and all(module.training for module in model.modules())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert_no_hooks(model)

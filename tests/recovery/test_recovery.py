@@ -1,89 +1,75 @@
-"""Block-wise recovery: what it may change, what it must gain, and how it ends and resumes."""
+"""Block-wise recovery changes surviving weights alone, lowers the loss, stops early and resumes."""
 
-import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from models import ENCODERS, image_batches, make, token_batches
+from recovery_runs import (
+    LITERAL_SAMPLES,
+    SAMPLES,
+    assert_no_hooks,
+    assert_recovered,
+    assert_shared_as_pruned,
+    blocks_of,
+    interrupt,
+    literal_batches,
+    same,
+    shuffled,
+    state,
+    tie_up_projections,
+    without_seconds,
+)
+from recovery_runs import config as recovery_config
+from recovery_runs import prune as prune_and_recover
 from reference_recovery import hidden_states, recover, relative_errors
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.recovery import tuning
-from optimum_moonshot.recovery.blockwise import Recovery
-from optimum_moonshot.recovery.student import Task
+from optimum_moonshot.recovery.student import Task, padding_mask
 from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, divide, part_size
 
-SAMPLES = 16
-
-
-def config(**changes):
-    defaults = dict(pattern="2:4", lam=1.0, num_samples=SAMPLES, recover="blockwise", recover_steps=10)
-    return MoonshotConfig(**{**defaults, **changes})
-
-
-def prune(model, batches=None, resume_dir=None, **changes):
-    batches = token_batches(SAMPLES) if batches is None else batches
-    return MoonshotPruner(model, config(**changes)).prune(batches, progress=False, resume_dir=resume_dir)
-
-
-def state(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(model, expected):
-    return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-
-
-def blocks_of(model):
-    return [(block.module, [layer.parameter for layer in block.layers]) for block in find_structure(model).blocks]
+SETTINGS = {"recover": "blockwise", "recover_steps": 10}
+config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt", "gpt2", "bloom", "mixtral", "bert", "vit"])
-def test_survivors_move_and_nothing_else(name):
+def test_only_surviving_weights_change(name):
     batches = image_batches(SAMPLES) if name == "vit" else token_batches(SAMPLES)
     dense, plain, recovered = make(name), make(name), make(name)
     prune(plain, batches, recover=None)
     report = prune(recovered, batches)
     assert [block.name for block in report.recovery] == [block.name for block in find_structure(dense).blocks]
     pruned = {layer.weight_name for layer in find_structure(dense).layers()}
-    moved = 0
+    changed = 0
     for key, tensor in recovered.state_dict().items():
         if key in pruned:
             before = plain.state_dict()[key]
             assert torch.equal(tensor == 0, before == 0), key
-            moved += not torch.equal(tensor, before)
+            changed += not torch.equal(tensor, before)
         else:
             assert torch.equal(tensor, dense.state_dict()[key]), key
-    assert moved >= len(pruned) // 2
+    assert changed >= len(pruned) // 2
     assert all(block.loss_after <= block.loss_before for block in report.recovery)
-    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert_recovered(report)
     assert report.sparsity == 0.5 and PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
 
 
 @pytest.mark.parametrize(("name", "padded"), [("llama", False), ("gpt2", True)])
 def test_equals_the_literal_version(name, padded, monkeypatch):
     monkeypatch.setattr(tuning, "EVALUATIONS", 1)
-    batches = [
-        {key: value[row : row + 1] for key, value in batch.items()}
-        for batch in token_batches(18, padded=padded)
-        for row in range(2)
-    ]
+    batches = literal_batches(padded)
     dense, plain, recovered = make(name), make(name), make(name)
-    settings = dict(num_samples=18, recover_steps=3, recover_lr=0.01)
+    settings = dict(num_samples=LITERAL_SAMPLES, recover_steps=3, recover_lr=0.01)
     prune(plain, batches, recover=None, **settings)
     report = prune(recovered, batches, **settings)
-    groups, heldout = divide([1] * 18)
+    groups, heldout = divide([1] * LITERAL_SAMPLES)
     monkeypatch.undo()
 
-    def order(block):
-        generator = torch.Generator().manual_seed(block)
-        while True:
-            yield from torch.randperm(len(groups), generator=generator).tolist()
-
     grouped = [[batches[index] for index in group] for group in groups]
-    truth = recover(dense, plain, blocks_of, grouped, order, steps=3, lr=0.01)
+    truth = recover(dense, plain, blocks_of, grouped, shuffled(len(groups)), steps=3, lr=0.01)
     assert all(block.loss_after < block.loss_before for block in report.recovery)
     for layer in find_structure(recovered).layers():
         expected = truth.get_submodule(layer.name).weight
@@ -100,7 +86,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_train_in_float32(dtype, monkeypatch):
+def test_half_precision_models_are_tuned_in_float32(dtype, monkeypatch):
     seen = set()
     original = Task.error
 
@@ -114,7 +100,7 @@ def test_half_precision_models_train_in_float32(dtype, monkeypatch):
     prune(plain, recover=None)
     report = prune(model, recover_lr=0.01)
     assert seen == {torch.float32} and model.dtype == dtype
-    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert_recovered(report)
     for layer in find_structure(model).layers():
         assert torch.equal(layer.parameter == 0, plain.get_submodule(layer.name).weight == 0)
 
@@ -144,7 +130,7 @@ def test_the_batch_size_does_not_change_the_result():
             assert torch.allclose(tensor, models[4].state_dict()[name], atol=2e-4), name
 
 
-def test_a_block_is_never_left_worse_than_it_was():
+def test_recovery_never_raises_the_loss_of_a_block():
     plain, model = make("llama"), make("llama")
     prune(plain, recover=None)
     report = prune(model, recover_lr=0.9)
@@ -154,7 +140,7 @@ def test_a_block_is_never_left_worse_than_it_was():
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 1.0])
-def test_the_ends_of_sparsity(sparsity):
+def test_sparsity_zero_and_one(sparsity):
     plain, model = make("llama"), make("llama")
     options = dict(solver="magnitude", pattern="unstructured", sparsity=sparsity)
     prune(plain, recover=None, **options)
@@ -164,57 +150,40 @@ def test_the_ends_of_sparsity(sparsity):
     assert [block.loss_before for block in report.recovery] == ([0.0] * 3 if sparsity == 0 else [])
 
 
-def test_training_stops_early_once_the_held_out_samples_gain_nothing():
+def test_tuning_stops_early_when_the_held_out_loss_stops_falling():
     report = prune(make("llama"), recover_steps=100, recover_lr=0.2)
     assert any(
         block.steps < 100 and f"stopped after {block.steps} of 100 steps" in block.notes for block in report.recovery
     )
 
 
-@pytest.mark.parametrize("place", [1, 2])
-def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", [1, 2])
+def test_an_interrupted_run_resumes_at_its_block(block, tmp_path, monkeypatch):
     whole, resumed = make("llama"), make("llama")
     before = state(whole)
     full = prune(whole, lam=0.9)
-    original, count = Tuner.finish, [0]
-
-    def die(self, *args):
-        count[0] += 1
-        if count[0] == place + 1:
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    monkeypatch.setattr(Tuner, "finish", die)
+    calls = interrupt(monkeypatch, Tuner, "finish", block + 1)
     folder = tmp_path / "partial"
     with pytest.raises(KeyboardInterrupt):
         prune(resumed, lam=0.9, resume_dir=folder)
-    assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == place
+    assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == block
     report = prune(resumed, lam=0.9, resume_dir=folder)
-    assert count[0] == 1 + 3
-    assert any(f"21 layers, {place} recovered blocks were taken over" in note for note in report.notes)
+    assert len(calls) == 1 + 3
+    assert any(f"21 layers, {block} recovered blocks were taken over" in note for note in report.notes)
     assert same(resumed, state(whole))
-    strip = lambda block: dataclasses.replace(block, seconds=0)  # noqa: E731
-    assert [strip(block) for block in report.recovery] == [strip(block) for block in full.recovery]
+    assert without_seconds(report) == without_seconds(full)
 
 
-def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+def test_a_failure_restores_the_model(monkeypatch):
     model = make("llama").train()
-    before, wanted = state(model), [parameter.requires_grad for parameter in model.parameters()]
-    original, count = torch.Tensor.backward, [12]
-
-    def fail(self, *args, **kwargs):
-        count[0] -= 1
-        if count[0] == 0:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "backward", fail)
+    before, trainable = state(model), [parameter.requires_grad for parameter in model.parameters()]
+    interrupt(monkeypatch, torch.Tensor, "backward", 12)
     with pytest.raises(KeyboardInterrupt):
         prune(model)
     assert same(model, before) and all(module.training for module in model.modules())
-    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert_no_hooks(model)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +194,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
         ("llama", {"num_samples": 1}, "num_samples=1: recovery holds a fraction"),
     ],
 )
-def test_what_cannot_be_recovered_is_refused_before_any_work(name, changes, message, monkeypatch):
+def test_unsupported_recovery_is_refused_before_any_work(name, changes, message, monkeypatch):
     solver = "optimum_moonshot.solvers.sparsegpt.SparseGPT.solve"
     monkeypatch.setattr(solver, lambda *args: pytest.fail("work was done"))
     model = make(name)
@@ -240,7 +209,7 @@ def test_recovery_needs_data():
         MoonshotPruner(make("llama"), config(solver="magnitude")).prune()
 
 
-def test_blocks_without_pruned_layers_are_passed_through():
+def test_blocks_without_pruned_layers_are_not_recovered():
     plain, model = make("llama"), make("llama")
     prune(plain, recover=None, targets=[r"layers\.[02]\..*proj", "lm_head"])
     report = prune(model, targets=[r"layers\.[02]\..*proj", "lm_head"])
@@ -249,23 +218,20 @@ def test_blocks_without_pruned_layers_are_passed_through():
     assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
 
 
-def test_a_weight_that_two_blocks_share_stays_as_the_solver_left_it():
+def test_a_weight_shared_by_two_blocks_is_not_tuned():
     plain, model = make("llama"), make("llama")
-    for each in (plain, model):
-        each.model.layers[2].mlp.up_proj.weight = each.model.layers[0].mlp.up_proj.weight
+    tie_up_projections(plain, model)
     prune(plain, recover=None)
     prune(model)
-    shared = model.model.layers[0].mlp.up_proj.weight
-    assert model.model.layers[2].mlp.up_proj.weight is shared
-    assert torch.equal(shared, plain.model.layers[0].mlp.up_proj.weight)
+    assert_shared_as_pruned(model, plain)
     assert not torch.equal(model.model.layers[0].mlp.gate_proj.weight, plain.model.layers[0].mlp.gate_proj.weight)
 
 
-def test_padding_that_cannot_be_told_apart_is_an_error():
+def test_padding_that_hidden_states_do_not_show_is_an_error():
     hidden = torch.zeros(24, 16)
     batch = token_batches(2, padded=True)[0]
     with pytest.raises(MoonshotError, match=r"recover: hidden states of shape \[24, 16\] do not show"):
-        Recovery._mask(None, batch, hidden)
+        padding_mask(batch, hidden)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 7, 8, 15, 16, 17, 64, 128])
@@ -290,7 +256,7 @@ def test_every_sample_trains_or_is_held_out(samples):
     ],
     ids=str,
 )
-def test_with_every_other_choice_of_the_run(changes):
+def test_recovery_with_other_options(changes):
     plain, model = make("llama"), make("llama")
     changes = {**changes, "num_samples": 64, "recover_lr": 0.01}
     prune(plain, token_batches(64), recover=None, **changes)
@@ -305,13 +271,13 @@ def test_with_every_other_choice_of_the_run(changes):
         assert after < before
 
 
-def test_encoders_with_padding():
+def test_recovery_lowers_the_loss_of_padded_encoders():
     for name in set(ENCODERS) - {"albert"}:
         report = prune(make(name), token_batches(SAMPLES, padded=True))
-        assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+        assert_recovered(report)
 
 
-def test_the_benchmark_has_the_pruned_and_the_recovered_model(monkeypatch):
+def test_the_benchmark_returns_the_pruned_and_the_recovered_model(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import finetune
 

@@ -1,4 +1,4 @@
-"""How reports, pruners and configurations show themselves: a line, a table of text, a table in a notebook."""
+"""Displays of reports and pruners: one line, a text table, a table in a notebook."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from optimum_moonshot.reports.sweep_report import SweepReport
 from optimum_moonshot.reports.tables import MOST_ROWS, html_table, text_table
 
 
-def report(count=3, **changes):
+def make_report(count=3, **changes):
     layers = [
         LayerReport(f"model.layers.{number}.up", (4, 8), 0.9, 0.5, *[0.1] * 6, damping=0.01) for number in range(count)
     ]
@@ -27,7 +27,7 @@ def report(count=3, **changes):
     return PruneReport(layers=layers, seconds={"solver": 1.0, "total": 2.5}, **{**values, **changes})
 
 
-def sweep(sparsities=(0.5, 0.7)):
+def make_sweep(sparsities=(0.5, 0.7)):
     entries = [
         SweepEntry("unstructured", s, lam, metric, 0.1, 1.0)
         for s in sparsities
@@ -37,7 +37,7 @@ def sweep(sparsities=(0.5, 0.7)):
 
 
 class Table(HTMLParser):
-    """The cells of a table by row, and whether every tag is closed."""
+    """The cells of an HTML table by row and the text below it; every tag must be closed."""
 
     def __init__(self, text):
         super().__init__()
@@ -63,136 +63,136 @@ class Table(HTMLParser):
 
 
 def test_a_report_is_one_line():
-    assert repr(report()) == "PruneReport(3 layers, sparsity 0.5000 (0.5000 of the whole model), loss 0.1, 2.5 s)"
-    dataless = report()
+    assert repr(make_report()) == "PruneReport(3 layers, sparsity 0.5000 (0.5000 of the whole model), loss 0.1, 2.5 s)"
+    dataless = make_report()
     dataless.layers = [dataclasses.replace(layer, loss=None) for layer in dataless.layers]
     assert repr(dataless) == "PruneReport(3 layers, sparsity 0.5000 (0.5000 of the whole model), 2.5 s)"
     assert repr(PruneReport({}, [], {}, None, {}, 0, {}, 1)) == "PruneReport(0 layers)"
 
 
-def test_the_whole_model_is_told_beside_the_pruned_layers():
-    found = report(parameters=384)  # three layers of 32
-    assert found.chosen == 0.25 and found.model_sparsity == 0.125
-    assert repr(found) == "PruneReport(3 layers, sparsity 0.5000 (0.1250 of the whole model), loss 0.1, 2.5 s)"
-    dense, total = found.table().splitlines()[-2:]
+def test_a_report_shows_the_sparsity_of_the_whole_model():
+    report = make_report(parameters=384)  # three layers of 32
+    assert report.chosen == 0.25 and report.model_sparsity == 0.125
+    assert repr(report) == "PruneReport(3 layers, sparsity 0.5000 (0.1250 of the whole model), loss 0.1, 2.5 s)"
+    dense, total = report.table().splitlines()[-2:]
     assert dense == "most of the model stayed dense: 25% of its weights were chosen"
     assert total.startswith("sparsity 0.5000 over 3 layers, 0.1250 of the whole model; ")
-    assert dense in Table(found._repr_html_()).below
-    assert "stayed dense" not in report(parameters=192).table()
+    assert dense in Table(report._repr_html_()).below
+    assert "stayed dense" not in make_report(parameters=192).table()
     assert PruneReport({}, [], {}, None, {}, 0, {}, 3).model_sparsity == 0
 
 
-def test_the_numbers_of_the_whole_model_are_in_the_json(tmp_path):
-    found = report(parameters=384)
-    values = json.loads(found.save(tmp_path).read_text())
+def test_the_json_has_the_sparsity_of_the_whole_model(tmp_path):
+    report = make_report(parameters=384)
+    values = json.loads(report.save(tmp_path).read_text())
     assert values["parameters"] == 384 and values["chosen"] == 0.25 and values["model_sparsity"] == 0.125
-    assert PruneReport.load(tmp_path) == found
+    assert PruneReport.load(tmp_path) == report
 
 
 def test_tied_weights_are_counted_once():
     pruner = MoonshotPruner(make("llama-tied-biased"), MoonshotConfig(solver="magnitude", pattern="2:4"))
-    found = pruner.prune(progress=False)
+    report = pruner.prune(progress=False)
     parameters = {id(parameter): parameter for parameter in pruner.model.parameters()}.values()
-    assert found.parameters == sum(map(torch.numel, parameters))
+    assert report.parameters == sum(map(torch.numel, parameters))
     head = pruner.model.lm_head.weight
     assert any(parameter is head for parameter in parameters) and head is pruner.model.get_input_embeddings().weight
-    zeros = sum(int((pruner.model.get_submodule(layer.name).weight == 0).sum()) for layer in found.layers)
-    assert found.model_sparsity == pytest.approx(zeros / found.parameters, abs=1e-12)
+    zeros = sum(int((pruner.model.get_submodule(layer.name).weight == 0).sum()) for layer in report.layers)
+    assert report.model_sparsity == pytest.approx(zeros / report.parameters, abs=1e-12)
 
 
-def test_a_model_that_stays_mostly_dense_is_told_of():
+def test_a_report_names_a_mostly_dense_model():
     config = MoonshotConfig(solver="magnitude", pattern="2:4", targets=["self_attn"])
-    found = MoonshotPruner(make("mixtral"), config).prune(progress=False)
-    assert found.chosen < 0.5 and "most of the model stayed dense" in found.table()
+    report = MoonshotPruner(make("mixtral"), config).prune(progress=False)
+    assert report.chosen < 0.5 and "most of the model stayed dense" in report.table()
 
 
 def test_the_loss_is_a_mean_over_the_weights():
-    found = report(2)
-    found.layers = [dataclasses.replace(found.layers[0], shape=(12, 8), loss=0.2), found.layers[1]]
-    assert found.loss == pytest.approx((3 * 0.2 + 0.1) / 4)
+    report = make_report(2)
+    report.layers = [dataclasses.replace(report.layers[0], shape=(12, 8), loss=0.2), report.layers[1]]
+    assert report.loss == pytest.approx((3 * 0.2 + 0.1) / 4)
 
 
 def test_a_sweep_is_one_line():
     line = "SweepReport(wanda, calibration perplexity, 6 variants, best λ 0.9 at 0.5, 0.9 at 0.7, 7.0 s)"
-    assert repr(sweep()) == line
-    nothing = sweep((0.5,))
+    assert repr(make_sweep()) == line
+    nothing = make_sweep((0.5,))
     nothing.entries = [dataclasses.replace(entry, metric=float("nan")) for entry in nothing.entries]
     assert repr(nothing) == "SweepReport(wanda, calibration perplexity, 3 variants, 7.0 s)"
 
 
-def test_a_pruner_says_what_it_prunes_and_how():
+def test_a_pruner_shows_its_model_and_configuration():
     model = make("llama")
     count = sum(parameter.numel() for parameter in model.parameters())
     expected = f"MoonshotPruner(LlamaForCausalLM, {count:,} parameters, MoonshotConfig(pattern='2:4'))"
     assert repr(MoonshotPruner(model, MoonshotConfig(pattern="2:4"))) == expected
 
 
-def test_a_notebook_gets_a_table():
-    found = Table(report()._repr_html_())
-    lines = report().table().splitlines()
-    assert [len(row) for row in found.rows] == [11] * 4
-    assert [" ".join(" ".join(row).split()) for row in found.rows] == [" ".join(line.split()) for line in lines[:4]]
-    assert all(line in found.below for line in lines[4:])
-    swept = Table(sweep()._repr_html_())
+def test_a_notebook_shows_a_table():
+    table = Table(make_report()._repr_html_())
+    lines = make_report().table().splitlines()
+    assert [len(row) for row in table.rows] == [11] * 4
+    assert [" ".join(" ".join(row).split()) for row in table.rows] == [" ".join(line.split()) for line in lines[:4]]
+    assert all(line in table.below for line in lines[4:])
+    swept = Table(make_sweep()._repr_html_())
     assert swept.rows == [["λ", "0.5", "0.7"], ["0.5", "12 ", "12 "], ["0.9", "11*", "11*"], ["1", "13 ", "13 "]]
     assert "wanda: calibration perplexity (dense 10), * is the best λ" in swept.below
 
 
-def test_nothing_in_a_table_is_markup():
+def test_tables_escape_markup():
     name = "<script>alert('&')</script>"
-    found = report(1, notes=[name], skipped={name: "<b>"})
-    found.layers = [dataclasses.replace(found.layers[0], name=name, notes=("[bold]x[/bold] :smile:", "<i>"))]
-    text = found._repr_html_()
+    report = make_report(1, notes=[name], skipped={name: "<b>"})
+    report.layers = [dataclasses.replace(report.layers[0], name=name, notes=("[bold]x[/bold] :smile:", "<i>"))]
+    text = report._repr_html_()
     assert "<script" not in text and "<b>" not in text and "<i>" not in text
     assert Table(text).rows[1][0] == name and name in Table(text).below
-    assert "[bold]x[/bold] :smile:; <i>" in " ".join(found.table(200).split())
+    assert "[bold]x[/bold] :smile:; <i>" in " ".join(report.table(200).split())
 
 
 @pytest.mark.slow
 def test_a_notebook_shows_both_ends_of_a_long_report():
-    long = report(5000, skipped={f"experts.{number}": "reason" for number in range(5000)})
+    long = make_report(5000, skipped={f"experts.{number}": "reason" for number in range(5000)})
     text = long._repr_html_()
     rows = Table(text).rows
     assert len(rows) == 1 + MOST_ROWS + 1 and len(text) < 40_000
     assert rows[1][0] == "model.layers.0.up" and rows[-1][0] == "model.layers.4999.up"
     assert rows[31] == [f"… {5000 - MOST_ROWS} more …"] and "sparsity 0.5000 over 5000 layers" in Table(text).below
-    assert len(long.table().splitlines()) == 1 + 5000 + 5000 + 1  # the text leaves nothing out
-    for count in (MOST_ROWS, MOST_ROWS + 1):  # one row is no shorter than saying that it is left out
-        assert len(Table(report(count)._repr_html_()).rows) == 1 + count
+    assert len(long.table().splitlines()) == 1 + 5000 + 5000 + 1  # the text table is complete
+    for count in (MOST_ROWS, MOST_ROWS + 1):  # a single row is not replaced by a line
+        assert len(Table(make_report(count)._repr_html_()).rows) == 1 + count
 
 
 @pytest.fixture
 def notebook(monkeypatch):
-    """rich believes that it is in a notebook; what it shows there is gathered."""
-    shown = []
+    """Collects the output of rich in a simulated notebook."""
+    outputs = []
     display = types.ModuleType("IPython.display")
-    display.display = shown.append
+    display.display = outputs.append
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
-    return shown
+    return outputs
 
 
-def test_the_table_is_text_and_shows_nothing_by_itself(notebook, capsys, monkeypatch):
-    rich.console.Console().print("seen")
-    assert len(notebook) == 1  # the stand-in for a notebook works
-    expected = report().table()
-    report()._repr_html_()
+def test_creating_a_table_displays_nothing(notebook, capsys, monkeypatch):
+    rich.console.Console().print("text")
+    assert len(notebook) == 1  # the simulated notebook works
+    expected = make_report().table()
+    make_report()._repr_html_()
     assert len(notebook) == 1 and capsys.readouterr() == ("", "")
     monkeypatch.undo()
-    assert report().table() == expected
+    assert make_report().table() == expected
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_the_table_has_no_colours(variable, monkeypatch):
-    expected = report().table()
+    expected = make_report().table()
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "20")
-    assert report().table() == expected and "\x1b" not in expected
+    assert make_report().table() == expected and "\x1b" not in expected
 
 
-def test_long_names_break_and_other_columns_end():
+def test_long_names_wrap_and_other_columns_are_truncated():
     text = text_table(["layer", "n", "notes"], [["a" * 30, "1", "b"]], 20, left=["notes"])
     assert max(map(len, text.splitlines())) <= 20 and text.count("a") == 30 + 1
     assert html_table(["layer"], [["a" * 30]]).count("a" * 30) == 1

@@ -1,4 +1,4 @@
-"""The folder of a run: one writer at a time, no file of others touched, damage found; the results outlive the save."""
+"""The run folder has one writer, detects damage, keeps foreign files and is removed after the save."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llama_runs import assert_same, weights
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
@@ -15,18 +16,18 @@ from optimum_moonshot.results.run_folder import LAYERS, RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORS = {"layer": torch.arange(6.0).view(2, 3)}
-# Holds a folder until its input ends.
+# Locks a folder until stdin is closed.
 HOLD = """
 import sys
 from optimum_moonshot.results.run_folder import RunFolder
 folder = RunFolder(sys.argv[1], "resume_dir")
-folder.open("theirs")
-print("held", flush=True)
+folder.open("other")
+print("locked", flush=True)
 sys.stdin.read()
 """
 
 
-def opened(path, fingerprint="mine"):
+def opened(path, fingerprint="fingerprint"):
     folder = RunFolder(path, "resume_dir")
     return folder, folder.open(fingerprint)
 
@@ -37,28 +38,28 @@ def pruner(**changes):
 
 
 def prune(folder, **changes):
-    found = pruner(**changes)
-    found.prune(token_batches(), progress=False, resume_dir=folder)
-    return found
+    finished = pruner(**changes)
+    finished.prune(token_batches(), progress=False, resume_dir=folder)
+    return finished
 
 
-def test_results_come_back_whole(tmp_path):
-    folder, known = opened(tmp_path / "run")
-    assert known is None
+def test_a_reopened_folder_has_the_saved_results(tmp_path):
+    folder, resumed = opened(tmp_path / "run")
+    assert resumed is None
     folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
     folder.release()
-    folder, known = opened(tmp_path / "run")
+    folder, resumed = opened(tmp_path / "run")
     ((path, report, tensors),) = folder.saved(LAYERS)
-    assert known and report == {"name": "layer"} and torch.equal(tensors["layer"], TENSORS["layer"])
+    assert resumed and report == {"name": "layer"} and torch.equal(tensors["layer"], TENSORS["layer"])
     folder.release()
-    folder, known = opened(tmp_path / "run", "another")
-    assert known is False and not list(folder.saved(LAYERS)) and not path.exists()
+    folder, resumed = opened(tmp_path / "run", "another")
+    assert resumed is False and not list(folder.saved(LAYERS)) and not path.exists()
     folder.discard()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no report", "other report", "other shape", "other name"])
-def test_a_damaged_result_is_none(tmp_path, damage):
+def test_a_damaged_result_is_removed(tmp_path, damage):
     folder, _ = opened(tmp_path)
     path = folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
     content = bytearray(path.read_bytes())
@@ -82,35 +83,35 @@ def test_a_damaged_result_is_none(tmp_path, damage):
     folder.discard()
 
 
-def test_a_damaged_result_is_made_again(tmp_path):
+def test_a_damaged_result_is_recomputed(tmp_path):
     expected = prune(None).model.state_dict()
     prune(tmp_path / "run")
     files = sorted((tmp_path / "run" / LAYERS).glob("*"))
     content = bytearray(files[3].read_bytes())
     content[-1] ^= 64
     files[3].write_bytes(content)
-    found = prune(tmp_path / "run")
-    assert any("1 damaged results" in note for note in found.report.notes)
-    assert any("20 layers were taken over" in note for note in found.report.notes)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.model.state_dict().items())
+    repaired = prune(tmp_path / "run")
+    assert any("1 damaged results" in note for note in repaired.report.notes)
+    assert any("20 layers were taken over" in note for note in repaired.report.notes)
+    assert_same(repaired.model, expected)
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
-        assert holder.stdout.readline() == "held\n"
-        before = {name: tensor.clone() for name, tensor in make("llama").state_dict().items()}
+        assert holder.stdout.readline() == "locked\n"
+        before = weights(make("llama"))
         late = pruner()
         with pytest.raises(MoonshotError, match="resume_dir=.*another run writes there"):
             late.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
-        assert all(torch.equal(tensor, before[name]) for name, tensor in late.model.state_dict().items())
+        assert_same(late.model, before)
         holder.kill()  # a dead process holds no lock
         holder.wait()
     assert prune(tmp_path / "run").report.sparsity == 0.5
 
 
-def test_a_kill_before_the_manifest_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+def test_a_run_resumes_after_a_kill_while_writing_the_manifest(tmp_path):
     (tmp_path / "run").mkdir()
     for name in ("run.json.partial", "run.lock"):
         (tmp_path / "run" / name).write_text("{")
@@ -120,39 +121,39 @@ def test_a_kill_before_the_manifest_is_whole_leaves_a_folder_to_go_on_in(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_kill_left_of_a_result_goes(tmp_path):
-    """safetensors writes to a name by chance, which it changes at the end."""
+def test_partial_results_of_a_killed_run_are_removed(tmp_path):
+    """safetensors writes to a random name and renames the file at the end."""
     expected = prune(None).model.state_dict()
     prune(tmp_path / "run")
-    begun = [tmp_path / "run" / LAYERS / name for name in (".tmpBTSjPq", "model.layers.0.mlp.up_proj.partial")]
-    for path in begun:
+    partial = [tmp_path / "run" / LAYERS / name for name in (".tmpBTSjPq", "model.layers.0.mlp.up_proj.partial")]
+    for path in partial:
         path.write_text("half")
     again = prune(tmp_path / "run")
-    assert not any(path.exists() for path in begun)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.model.state_dict().items())
-    begun[0].write_text("half")
+    assert not any(path.exists() for path in partial)
+    assert_same(again.model, expected)
+    partial[0].write_text("half")
     again.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "run").exists()
 
 
-def test_files_of_others_stay(tmp_path):
+def test_foreign_files_are_kept(tmp_path):
     folder = tmp_path / "run"
-    found = prune(folder)
-    for path in (folder / "mine.txt", folder / LAYERS / "mine.txt"):
-        path.write_text("precious")
-    found.save_pretrained(tmp_path / "saved")
+    finished = prune(folder)
+    for path in (folder / "foreign.txt", folder / LAYERS / "foreign.txt"):
+        path.write_text("content")
+    finished.save_pretrained(tmp_path / "saved")
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*")} == {
-        "mine.txt", "layers", "layers/mine.txt",
+        "foreign.txt", "layers", "layers/foreign.txt",
     }  # fmt: skip
 
 
-def test_a_link_to_a_folder_will_do(tmp_path):
+def test_a_link_to_a_folder_is_accepted(tmp_path):
     (tmp_path / "real").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
-    found = prune(link)
-    assert found.report.sparsity == 0.5 and list((tmp_path / "real" / LAYERS).glob("*"))
-    found.save_pretrained(tmp_path / "saved")
+    finished = prune(link)
+    assert finished.report.sparsity == 0.5 and list((tmp_path / "real" / LAYERS).glob("*"))
+    finished.save_pretrained(tmp_path / "saved")
     assert link.is_symlink() and not list((tmp_path / "real").iterdir())
 
 
@@ -169,18 +170,18 @@ def test_a_broken_manifest_is_named(tmp_path, content):
         prune(tmp_path)
 
 
-def test_a_failed_save_loses_nothing(tmp_path, monkeypatch):
-    found, folder = prune(tmp_path / "run"), tmp_path / "run"
-    (tmp_path / "file").write_text("in the way")
+def test_a_failed_save_keeps_the_results(tmp_path, monkeypatch):
+    finished, folder = prune(tmp_path / "run"), tmp_path / "run"
+    (tmp_path / "file").write_text("")
     with pytest.raises(MoonshotError, match="file"):
-        found.save_pretrained(tmp_path / "file")
+        finished.save_pretrained(tmp_path / "file")
     again = prune(folder)
     assert any("21 layers were taken over" in note for note in again.report.notes)
     again.save_pretrained(tmp_path / "saved")
     assert not folder.exists()
 
 
-def test_the_results_of_a_run_that_came_since_stay(tmp_path):
+def test_a_save_keeps_the_results_of_a_later_run(tmp_path):
     first, folder = prune(tmp_path / "run"), tmp_path / "run"
     second = prune(folder, damping=0.02)
     assert any("discarded" in note for note in second.report.notes)
@@ -191,11 +192,10 @@ def test_the_results_of_a_run_that_came_since_stay(tmp_path):
 
 
 def test_a_sweep_keeps_its_results_until_the_choice_is_saved(tmp_path):
-    found, work = pruner(), tmp_path / "work"
-    report = found.sweep(token_batches(), lambdas=[1.0], sparsities=None, work_dir=work, progress=False)
-    found.choose(report.entries[0])
-    kept = list(work.rglob("*.safetensors"))
-    assert len(kept) == 21
-    found.save_pretrained(tmp_path / "saved")
+    sweeping, work = pruner(), tmp_path / "work"
+    report = sweeping.sweep(token_batches(), lambdas=[1.0], sparsities=None, work_dir=work, progress=False)
+    sweeping.choose(report.entries[0])
+    assert len(list(work.rglob("*.safetensors"))) == 21
+    sweeping.save_pretrained(tmp_path / "saved")
     assert not list(work.rglob("*"))
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["moonshot"]["sparsity"] == 0.5

@@ -1,8 +1,9 @@
-"""Several sparsities from one elimination: each is what pruning to it alone gives."""
+"""Several sparsities from one elimination: each result equals a separate pruning."""
 
 import pytest
 import torch
 from golden.make import layer
+from llama_runs import assert_same, weights
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight, prune_weight_path
@@ -25,13 +26,13 @@ def count_eliminations(monkeypatch):
 @pytest.mark.parametrize("solver", ["obc", "cap"])
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_path_is_its_single_runs(solver, lam, dtype, monkeypatch):
+def test_a_path_equals_separate_prunings(solver, lam, dtype, monkeypatch):
     weight, gram, gradients = layer(10, 32, 6, dead=(4,))
     weight = weight.to(dtype)
     calls = count_eliminations(monkeypatch)
-    found = prune_weight_path(weight, gram, gradients, config=settings(solver, lam=lam), sparsities=SPARSITIES)
-    assert list(found) == SPARSITIES and len(calls) == 1
-    for sparsity, result in found.items():
+    path = prune_weight_path(weight, gram, gradients, config=settings(solver, lam=lam), sparsities=SPARSITIES)
+    assert list(path) == SPARSITIES and len(calls) == 1
+    for sparsity, result in path.items():
         alone = prune_weight(weight, gram, gradients, config=settings(solver, lam=lam, sparsity=sparsity))
         assert torch.equal(result.keep, alone.keep) and torch.equal(result.weight, alone.weight)
         assert result.weight.dtype == dtype and result.notes == alone.notes and result.damping == alone.damping
@@ -56,7 +57,7 @@ def test_a_path_is_its_single_runs(solver, lam, dtype, monkeypatch):
         ({}, [None], "sparsities=None"),
     ],
 )
-def test_what_has_no_path_is_refused(changes, sparsities, message):
+def test_unsupported_paths_are_refused(changes, sparsities, message):
     weight, gram, gradients = layer(4, 8, 3)
     with pytest.raises(MoonshotError, match=message):
         prune_weight_path(weight, gram, gradients, config=settings(**changes), sparsities=sparsities)
@@ -67,24 +68,24 @@ def test_what_has_no_path_is_refused(changes, sparsities, message):
 
 @pytest.mark.parametrize("solver", ["obc", "cap"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_a_models_path_is_its_single_runs(solver, on_disk, tmp_path, monkeypatch):
+def test_the_path_of_a_model_equals_separate_runs(solver, on_disk, tmp_path, monkeypatch):
     model = make("llama")
-    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dense = weights(model)
     pruner = MoonshotPruner(model, settings(solver, lam=None))
     calls = count_eliminations(monkeypatch)
     folder = tmp_path / "path" if on_disk else None
     path = pruner.prune_path(token_batches(), [0.5, 0.8], progress=False, work_dir=folder)
     assert path.sparsities == [0.5, 0.8] and len(calls) == 21 and pruner.report is None
-    assert all(torch.equal(tensor, dense[name]) for name, tensor in model.state_dict().items())
+    assert_same(model, dense)
     for sparsity in (0.8, 0.5):
         other = make("llama")
         expected = MoonshotPruner(other, settings(solver, lam=None, sparsity=sparsity)).prune(
             token_batches(), progress=False
         )
         with path.applied(sparsity):
-            assert all(torch.equal(t, other.state_dict()[name]) for name, t in model.state_dict().items())
+            assert_same(model, other.state_dict())
         report = path.apply(sparsity)
-        assert all(torch.equal(t, other.state_dict()[name]) for name, t in model.state_dict().items())
+        assert_same(model, other.state_dict())
         assert report is pruner.report and report.config == expected.config and report.notes == expected.notes
         assert [(a.loss, a.sparsity, a.damping) for a in report.layers] == [
             (b.loss, b.sparsity, b.damping) for b in expected.layers
@@ -97,10 +98,10 @@ def test_a_models_path_is_its_single_runs(solver, on_disk, tmp_path, monkeypatch
     assert folder is None or not any(folder.iterdir())
 
 
-def test_a_failure_while_applying_leaves_the_model_as_it_was(monkeypatch):
+def test_a_failure_while_applying_restores_the_model(monkeypatch):
     model = make("llama")
     path = MoonshotPruner(model, settings()).prune_path(token_batches(), [0.5], progress=False)
-    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dense = weights(model)
     results = path._solved.variants[0].store
     original, seen = results.weight, []
 
@@ -113,10 +114,10 @@ def test_a_failure_while_applying_leaves_the_model_as_it_was(monkeypatch):
     monkeypatch.setattr(results, "weight", fail)
     with pytest.raises(KeyboardInterrupt):
         path.apply(0.5)
-    assert all(torch.equal(tensor, dense[name]) for name, tensor in model.state_dict().items())
+    assert_same(model, dense)
 
 
 @pytest.mark.parametrize("changes", [dict(recompute=True), dict(recover="blockwise")])
-def test_what_depends_on_the_pruned_model_has_no_path(changes):
+def test_options_that_depend_on_the_pruned_model_have_no_path(changes):
     with pytest.raises(MoonshotError, match=next(iter(changes))):
         MoonshotPruner(make("llama"), settings(**changes)).prune_path(token_batches(), [0.5], progress=False)

@@ -1,4 +1,4 @@
-"""The steps beyond the paper in one run: each sees what the one before made."""
+"""Rotation, allocation and recovery in one run: each step receives the result of the previous one."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def prune(path=None, **changes):
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0])
-def test_all_steps_together_keep_the_total(lam):
+def test_all_steps_together_reach_the_total_sparsity(lam):
     _, report = prune(sparsity=0.6, lam=lam)
     total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
     assert sum(round(layer.target_sparsity * layer.shape[0] * layer.shape[1]) for layer in report.layers) == round(
@@ -28,7 +28,7 @@ def test_all_steps_together_keep_the_total(lam):
     assert set(report.seconds) == {"rotation", "allocation", "calibration", "solver", "recovery", "total"}
 
 
-def test_mixtures_of_n_m_together():
+def test_all_steps_together_with_n_m_mixtures():
     model, report = prune(pattern="n:4", sparsity=0.5)
     counts = {}
     for layer in report.layers:
@@ -38,6 +38,6 @@ def test_mixtures_of_n_m_together():
     assert 0.4 < report.sparsity <= 0.5
 
 
-def test_the_same_again_is_the_same():
+def test_two_runs_are_bit_identical():
     first, second = (prune(sparsity=0.6)[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

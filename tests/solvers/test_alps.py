@@ -29,7 +29,7 @@ def solve(tensors, lam, pattern, **options):
 
 
 @PATTERNS
-def test_at_lambda_one_it_is_the_dense_algorithm(pattern):
+def test_at_lambda_one_it_equals_the_dense_algorithm(pattern):
     tensors = layer(16, 96, 12, seed=1)
     weight, keep = reference_of(tensors, 1.0, pattern)
     result = solve(tensors, 1.0, pattern)
@@ -40,7 +40,7 @@ def test_at_lambda_one_it_is_the_dense_algorithm(pattern):
 @PATTERNS
 @LAMS
 @pytest.mark.parametrize("samples", [12, 80])  # rows by factors, and by matrices
-def test_below_it_enough_inner_steps_are_the_dense_algorithm(pattern, lam, samples):
+def test_below_lambda_one_enough_inner_steps_reach_the_dense_algorithm(pattern, lam, samples):
     tensors = layer(16, 96, samples, seed=1)
     weight, keep = reference_of(tensors, lam, pattern)
     result = solve(tensors, lam, pattern, inner_steps=60)
@@ -76,7 +76,7 @@ def test_it_loses_less_than_sparsegpt(pattern, lam):
 
 @PATTERNS
 @pytest.mark.parametrize("lam", [0.5, 1.0])
-def test_survivors_are_those_of_least_squares(pattern, lam):
+def test_surviving_weights_solve_the_least_squares_problem(pattern, lam):
     weight, gram, gradients = layer(8, 48, 10, seed=4)
     result = solve((weight, gram, gradients), lam, pattern, refit_steps=500)
     lost = float(((weight.double() @ gram.double()) * weight.double()).sum())
@@ -87,7 +87,7 @@ def test_survivors_are_those_of_least_squares(pattern, lam):
     assert float(pull[result.keep].abs().max()) < 1e-4 * float(pull.abs().max())
 
 
-def test_gradients_and_their_sums_are_the_same():
+def test_gradients_and_fisher_matrices_give_the_same_result():
     weight, gram, gradients = layer(16, 48, 40, seed=5)
     first = make_solver("alps", {}).solve(full(weight, gram, gradients, 0.5), Unstructured(0.5))
     second = make_solver("alps", {}).solve(Quadratic.build(weight, gram, matrices(gradients), 0.5), Unstructured(0.5))
@@ -103,8 +103,8 @@ def test_trials_are_those_of_sparsegpt():
 
 @PATTERNS
 @pytest.mark.parametrize("samples", [12, 80])
-def test_rows_of_very_different_size(pattern, samples):
-    """Most have nearly no Fisher loss, so that all that counts of them is what the inputs have in common."""
+def test_rows_of_very_different_scale(pattern, samples):
+    """Most rows have nearly no Fisher loss; the common direction of the inputs dominates their loss."""
     weight, gram, gradients = layer(16, 96, samples, seed=1)
     gram = gram + 20 * gram.diagonal().mean() * torch.ones(96, 96)
     gradients = gradients * torch.where(torch.arange(16) < 2, 100.0, 0.01)[:, None]
@@ -130,12 +130,12 @@ def test_nothing_is_refitted_without_steps():
 
 
 @pytest.mark.parametrize(("iterations", "inverses"), [(1, 1), (3, 1), (4, 2), (6, 2), (7, 3)])
-def test_no_inverse_is_made_that_no_iteration_uses(monkeypatch, iterations, inverses):
-    made, inverse = [], alps.System.inverse
-    monkeypatch.setattr(alps.System, "inverse", lambda system, rho: made.append(rho) or inverse(system, rho))
+def test_only_inverses_that_an_iteration_uses_are_computed(monkeypatch, iterations, inverses):
+    penalties, inverse = [], alps.System.inverse
+    monkeypatch.setattr(alps.System, "inverse", lambda system, rho: penalties.append(rho) or inverse(system, rho))
     solve(layer(16, 48, 10), 0.5, Unstructured(0.7), iterations=iterations)
-    assert len(made) == inverses
-    assert made == sorted(set(made))  # ρ grows
+    assert len(penalties) == inverses
+    assert penalties == sorted(set(penalties))  # ρ grows
 
 
 def test_conjugate_gradients_reach_the_solution_and_stop_there():
@@ -154,7 +154,7 @@ def test_conjugate_gradients_reach_the_solution_and_stop_there():
     assert len(calls) < 60
 
 
-def test_a_row_that_is_there_waits_for_the_others():
+def test_a_converged_row_stays_unchanged_while_others_iterate():
     systems = torch.stack([torch.eye(40), torch.diag(torch.logspace(-6, 0, 40))]).double()
     right = torch.randn(2, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     right[0, 1:] = 0
@@ -166,8 +166,8 @@ def test_a_row_that_is_there_waits_for_the_others():
 
 
 @pytest.mark.parametrize("samples", [200, 8])
-def test_a_few_inputs_and_many_samples_end_in_finite_weights(samples):
-    """As a convolution's first layers have; rows end at different steps."""
+def test_few_inputs_and_many_samples_give_finite_weights(samples):
+    """As in the first layers of a convolutional network; rows converge at different steps."""
     weight, gram, gradients = layer(16, 27, samples, seed=7)
     gradients[:, :8] *= 1e-4
     for lam in (0.0, 0.5, 1.0):

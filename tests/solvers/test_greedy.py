@@ -1,4 +1,4 @@
-"""OBC, CAP and the elimination in matrix products: the textbook's order and losses, for any slices of rows."""
+"""OBC, CAP and the blocked elimination have the order and losses of the textbook, for any slices of rows."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def prune(solver, pattern, lam, tensors, **more):
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 2), (4, 40), (2, 150)])
 @pytest.mark.parametrize("steps", [1, 3, 64])
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(1, 2), NM(2, 2)])
-def test_the_elimination_is_the_textbooks(rows, size, steps, pattern, monkeypatch):
+def test_the_elimination_equals_the_textbook(rows, size, steps, pattern, monkeypatch):
     if size % pattern.width:
         pytest.skip("no groups of two")
     monkeypatch.setattr(greedy, "STEPS", steps)
@@ -59,13 +59,13 @@ def test_float32_keeps_the_order_of_a_well_conditioned_row():
     torch.testing.assert_close(single[1].cumsum(1), exact[1].cumsum(1), rtol=1e-4, atol=1e-6)
 
 
-def test_of_equal_weights_the_first_goes():
+def test_of_equal_weights_the_first_is_removed():
     order, losses = Elimination(torch.eye(5).repeat(2, 1, 1), torch.ones(2, 5), Unstructured(1.0)).run()
     assert order.tolist() == [[0, 1, 2, 3, 4]] * 2 and (losses == 0.5).all()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
-def test_a_square_is_taken_from_every_matrix(count):
+def test_take_square_selects_rows_and_columns_of_every_matrix(count):
     matrices = torch.randn(3, 7, 7)
     chosen = torch.stack([torch.randperm(7)[:count] for _ in range(3)])
     expected = torch.stack([m[c][:, c] for m, c in zip(matrices, chosen, strict=True)])
@@ -76,7 +76,7 @@ def test_a_square_is_taken_from_every_matrix(count):
 @pytest.mark.parametrize("pattern", [0.5, 0.9, "2:4"])
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_solvers_are_the_literal_ones(solver, pattern, lam, seed):
+def test_solvers_equal_the_literal_versions(solver, pattern, lam, seed):
     tensors = layer(8, 36, 7, seed=20 + seed, dead=(5,))
     exact = [tensor.double() for tensor in tensors]
     choice = {"nm": (2, 4)} if pattern == "2:4" else {"sparsity": pattern}
@@ -99,7 +99,7 @@ def loss(weight, tensors, lam, damping=0.01):
 @pytest.mark.parametrize("solver", ["obc", "cap"])
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_removal_and_the_weights_are_the_best_there_are(solver, lam, seed):
+def test_the_first_removal_and_the_surviving_weights_are_optimal(solver, lam, seed):
     tensors = layer(1, 8, 5, seed=seed)
     result = prune(solver, 1 / 8, lam, tensors)
 
@@ -121,7 +121,7 @@ def test_the_first_removal_and_the_weights_are_the_best_there_are(solver, lam, s
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
-def test_two_weights_of_four_are_rarely_far_from_the_best_pair(lam):
+def test_two_of_four_is_usually_the_best_pair(lam):
     ratios = []
     for seed in range(10):
         tensors = layer(1, 4, 5, seed=seed)
@@ -140,7 +140,7 @@ def test_two_weights_of_four_are_rarely_far_from_the_best_pair(lam):
 @pytest.mark.parametrize("solver", ["obc", "cap"])
 @pytest.mark.parametrize("pattern", [0.6, "2:4"])
 @pytest.mark.parametrize("lam", [0.5, 1.0])
-def test_how_many_rows_pass_together_changes_nothing(solver, pattern, lam, monkeypatch):
+def test_the_number_of_rows_per_slice_does_not_change_the_result(solver, pattern, lam, monkeypatch):
     tensors = layer(13, 48, 6, seed=5)
     whole = prune(solver, pattern, lam, tensors, block_size=16)
     for inputs, size in ((1, 1), (5 * 16, 1), (10**9, 10**12), (7 * 48, 24 * 48 * 48 * 3)):
@@ -165,7 +165,7 @@ def test_an_ill_conditioned_row_is_eliminated_in_float64(lam, monkeypatch):
     assert Inverses(objective, 1e-4).of(slice(0, 6))[1].all()
 
 
-def test_each_row_has_a_damping_of_its_own_and_a_dead_filter_the_layers():
+def test_damping_is_per_row_and_a_dead_filter_has_the_mean_of_the_layer():
     weight, gram, gradients = layer(5, 12, 4)
     gradients[:, 2] = 0
     objective = full(weight, gram, gradients, 0.0)
@@ -180,7 +180,7 @@ def test_each_row_has_a_damping_of_its_own_and_a_dead_filter_the_layers():
 
 
 @pytest.mark.parametrize(
-    ("d_in", "wished", "pattern", "size"),
+    ("d_in", "block_size", "pattern", "size"),
     [
         (768, 192, Unstructured(0.5), 192),
         (3072, 192, Unstructured(0.5), 192),
@@ -191,8 +191,8 @@ def test_each_row_has_a_damping_of_its_own_and_a_dead_filter_the_layers():
         (13, 5, Unstructured(0.5), 1),
     ],
 )
-def test_column_blocks_are_the_largest_divisor(d_in, wished, pattern, size):
-    assert CAP(block_size=wished).column_block(d_in, pattern) == size
+def test_the_column_block_is_the_largest_divisor(d_in, block_size, pattern, size):
+    assert CAP(block_size=block_size).column_block(d_in, pattern) == size
 
 
 def test_cap_on_whole_rows_differs_from_obc_in_its_ranking_alone():
@@ -203,7 +203,7 @@ def test_cap_on_whole_rows_differs_from_obc_in_its_ranking_alone():
     assert not torch.equal(cap.keep, obc.keep)
 
 
-def test_a_ranking_takes_the_first_of_each_row():
+def test_a_ranking_removes_the_first_of_each_row():
     order = torch.tensor([[2, 0, 1], [1, 2, 0]])
     losses = torch.tensor([[1.0, 5.0, 2.0], [3.0, 4.0, 9.0]], dtype=torch.float64)
     keep = Ranking(order, losses, 3).keep(Unstructured(0.5))

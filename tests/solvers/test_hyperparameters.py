@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("registry")
 class Every(Wanda):
     """A hyperparameter of every kind."""
 
-    share: float = hyperparameter(0.5, help="some share", above=0, most=1)
-    count: int = hyperparameter(4, help="so many", least=1, most=9)
+    fraction: float = hyperparameter(0.5, help="a fraction", above=0, most=1)
+    count: int = hyperparameter(4, help="a count", least=1, most=9)
     flag: bool = False
     word: str = "word"
     limit: int | None = hyperparameter(None, help="at most", least=0)
@@ -33,7 +33,7 @@ def options():
 
 
 GOOD = {
-    "share": [0.25, 1, 1.0, 1e-9],
+    "fraction": [0.25, 1, 1.0, 1e-9],
     "count": [1, 9],
     "flag": [True, False],
     "word": ["", "none", "1"],
@@ -41,7 +41,7 @@ GOOD = {
     "rate": [None, -1.5, 3],
 }
 BAD = {
-    "share": [0, 1.5, -0.1, float("nan"), float("inf"), "0.5", None, True],
+    "fraction": [0, 1.5, -0.1, float("nan"), float("inf"), "0.5", None, True],
     "count": [0, 10, 4.0, "4", None, True],
     "flag": [0, 1, "true", None],
     "word": [None, 3, b"word"],
@@ -55,13 +55,13 @@ def pairs(values):
 
 
 def test_a_solvers_hyperparameters_are_its_fields(options):
-    assert list(options) == ["share", "count", "flag", "word", "limit", "rate"]
+    assert list(options) == ["fraction", "count", "flag", "word", "limit", "rate"]
     assert {name: option.default for name, option in options.items()} == {
         name: getattr(Every(), name) for name in options
     }
-    assert options["share"].metadata["help"] == "some share" and options["flag"].metadata["help"] == ""
-    assert options["share"].type is float and options["limit"].type == int | None
-    assert options["rate"].type == float | None  # also where it was written as a string
+    assert options["fraction"].metadata["help"] == "a fraction" and options["flag"].metadata["help"] == ""
+    assert options["fraction"].type is float and options["limit"].type == int | None
+    assert options["rate"].type == float | None  # also if the annotation is a string
 
 
 @pairs(GOOD)
@@ -74,12 +74,12 @@ def test_a_bad_value_is_refused_by_name_and_value(options, name, value):
     with pytest.raises(MoonshotError, match=rf"^{name}={re.escape(repr(value))}: give "):
         make_solver("every", {name: value})
     with pytest.raises(MoonshotError, match=rf"^{name}={re.escape(repr(value))}: give "):
-        Every(**{name: value})  # made by hand, a solver checks itself
+        Every(**{name: value})  # the constructor checks too
 
 
 def test_messages_name_the_bounds(options):
     for name, text in (
-        ("share", "a number above 0 and at most 1"),
+        ("fraction", "a number above 0 and at most 1"),
         ("count", "a whole number of at least 1 and at most 9"),
         ("flag", "True or False"),
         ("limit", "a whole number of at least 0, or None"),
@@ -89,20 +89,20 @@ def test_messages_name_the_bounds(options):
 
 
 @pytest.mark.parametrize("name", solver_names())
-def test_a_hyperparameter_that_a_solver_has_not_is_refused_with_those_that_it_has(name):
+def test_an_unknown_hyperparameter_is_refused_with_the_supported_names(name):
     has = ", ".join(solver_options(name)) or "none"
     with pytest.raises(MoonshotError, match=rf"^strength=2: solver='{name}' has no such hyperparameter; it has {has}$"):
         make_solver(name, {"strength": 2})
 
 
 @pytest.mark.parametrize("name", solver_names())
-def test_every_solver_is_made_with_its_defaults_and_explains_its_hyperparameters(name):
+def test_every_solver_has_defaults_and_documents_its_hyperparameters(name):
     made, options = make_solver(name, {}), solver_options(name)
     assert made == make_solver(name, {key: option.default for key, option in options.items()})
     assert all(option.metadata["help"] for option in options.values())
 
 
-def test_bounds_of_the_solvers_here():
+def test_bounds_of_the_builtin_solvers():
     for name in ("sparsegpt", "obc", "cap", "osscar"):
         assert make_solver(name, {"damping": 1}).damping == 1
         for damping in (0, 1.01, None, True):
@@ -118,9 +118,9 @@ def test_bounds_of_the_solvers_here():
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("share", "0.25", 0.25),
-        ("share", "1e-3", 1e-3),
-        ("share", "1", 1.0),
+        ("fraction", "0.25", 0.25),
+        ("fraction", "1e-3", 1e-3),
+        ("fraction", "1", 1.0),
         ("count", "7", 7),
         ("flag", "true", True),
         ("flag", "False", False),
@@ -132,7 +132,7 @@ def test_bounds_of_the_solvers_here():
         ("rate", "-2", -2.0),
     ],
 )
-def test_text_becomes_the_value(options, name, text, value):
+def test_text_is_parsed_to_the_type_of_the_hyperparameter(options, name, text, value):
     result = parse_option(options[name], text)
     assert result == value and type(result) is type(value)
 
@@ -140,9 +140,9 @@ def test_text_becomes_the_value(options, name, text, value):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("share", "half"),
-        ("share", "nan"),
-        ("share", "2"),
+        ("fraction", "half"),
+        ("fraction", "nan"),
+        ("fraction", "2"),
         ("count", "4.0"),
         ("count", ""),
         ("count", "none"),
@@ -150,22 +150,22 @@ def test_text_becomes_the_value(options, name, text, value):
         ("limit", "null"),
     ],
 )
-def test_text_that_is_no_such_value_is_refused(options, name, text):
+def test_text_of_another_type_is_refused(options, name, text):
     with pytest.raises(MoonshotError, match=rf"^{name}=.*{text}.*: give "):
         parse_option(options[name], text)
 
 
-def test_what_no_command_line_could_give_is_not_registered():
+def test_a_solver_with_unsupported_hyperparameters_is_not_registered():
     def refused(kind, default, message):
-        cls = dataclass(frozen=True)(type("Own", (Wanda,), {"__annotations__": {"own": kind}, "own": default}))
+        cls = dataclass(frozen=True)(type("Custom", (Wanda,), {"__annotations__": {"option": kind}, "option": default}))
         with pytest.raises(MoonshotError, match=message):
-            register_solver("own")(cls)
-        assert "own" not in solver_names()
+            register_solver("custom")(cls)
+        assert "custom" not in solver_names()
 
-    refused(tuple, (), r"^Own\.own has the type .*tuple.*; use one of bool, int, float, str")
-    refused(int | float, 1, r"^Own\.own has the type int \| float; use one of")
-    refused(int, field(), r"^Own\.own has no default")
-    refused(int, hyperparameter(0, help="", least=1), r"^Own: default: own=0: give a whole number of at least 1")
-    refused("Missing", 1, "^Own: an annotation cannot be read .*Missing")
+    refused(tuple, (), r"^Custom\.option has the type .*tuple.*; use one of bool, int, float, str")
+    refused(int | float, 1, r"^Custom\.option has the type int \| float; use one of")
+    refused(int, field(), r"^Custom\.option has no default")
+    refused(int, hyperparameter(0, help="", least=1), r"^Custom: default: option=0: give a whole number of at least 1")
+    refused("Missing", 1, "^Custom: an annotation cannot be read .*Missing")
     with pytest.raises(MoonshotError, match="^Plain is not a dataclass; put @dataclass"):
         register_solver("plain")(type("Plain", (), {}))

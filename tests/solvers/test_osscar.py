@@ -1,4 +1,4 @@
-"""OSSCAR without row-sized matrices: the dense algorithm's columns and weights."""
+"""OSSCAR without a matrix per row has the columns and weights of the dense algorithm."""
 
 import pytest
 import reference
@@ -31,7 +31,7 @@ def assert_literal(tensors, lam, sparsity, group, tolerance=1e-5, **more):
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("sparsity", [0.25, 0.8])
-def test_the_columns_are_the_literal_ones(lam, group, sparsity):
+def test_columns_equal_the_literal_version(lam, group, sparsity):
     assert_literal(layer(9, 40, 7, seed=1, dead=(3,)), lam, sparsity, group)
 
 
@@ -44,21 +44,21 @@ def test_more_samples_than_inputs_are_compressed(lam, group):
 @pytest.mark.parametrize("lam", [0.5, 1.0])
 @pytest.mark.parametrize("group", [1, 5])
 @pytest.mark.parametrize(("waiting", "dead"), [(1, 0.01), (3, 0.25), (7, 0.9)])
-def test_when_updates_follow_and_columns_are_dropped_changes_nothing(lam, group, waiting, dead, monkeypatch):
+def test_the_schedule_of_updates_and_drops_does_not_change_the_result(lam, group, waiting, dead, monkeypatch):
     monkeypatch.setattr(osscar, "WAITING", waiting)
     monkeypatch.setattr(osscar, "DEAD", dead)
     assert_literal(layer(6, 40, 5, seed=3), lam, 0.6, group)
 
 
 @pytest.mark.parametrize("size", [1, 10_000, 10**12])
-def test_how_many_rows_pass_together_changes_nothing(size, monkeypatch):
+def test_the_number_of_rows_per_slice_does_not_change_the_result(size, monkeypatch):
     monkeypatch.setattr(slices_module, "CPU_BYTES", size)
     for group in (1, 4):
         assert_literal(layer(11, 24, 5, seed=4), 0.5, 0.5, group)
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_an_ill_conditioned_state_is_in_float64(group):
+def test_an_ill_conditioned_state_is_stored_in_float64(group):
     weight, gram, gradients = layer(6, 40, 5, seed=5)
     generator = torch.Generator().manual_seed(0)
     tensors = (weight, gram, gradients + 100 * torch.randn(gradients.shape, generator=generator))
@@ -68,7 +68,7 @@ def test_an_ill_conditioned_state_is_in_float64(group):
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_the_first_column_is_the_best_there_is(lam):
+def test_the_first_removed_column_is_optimal(lam):
     tensors = layer(4, 8, 5, seed=6)
     dense, gram, gradients = (tensor.double() for tensor in tensors)
     unit = gram.diagonal().mean() / reference.losses_at_zero(dense, gram, None)[0]
@@ -89,7 +89,7 @@ def test_the_first_column_is_the_best_there_is(lam):
     assert (~result.keep[0]).nonzero().item() == costs.index(min(costs))
 
 
-def test_of_equal_columns_the_first_go():
+def test_of_equal_columns_the_first_are_removed():
     weight = torch.ones(3, 8)
     result = prune((weight, torch.eye(8), torch.zeros(2, 3, 8)), 1.0, 0.5, 2)
     assert result.keep[0].tolist() == [False] * 4 + [True] * 4

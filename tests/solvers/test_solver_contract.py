@@ -26,7 +26,7 @@ USUAL = {Unstructured: [0.6], NM: ["2:4"], Structured: [(NO_GROUPS, 0.4), (GROUP
 
 
 def cases(kinds, solvers=None):
-    """Every solver with every pattern, of those listed per kind, that it takes."""
+    """Every solver with every listed pattern of the kinds that it supports."""
     pairs = [
         pytest.param(solver, pattern, id=f"{solver}-{pattern}")
         for solver in solvers or solver_names()
@@ -40,8 +40,8 @@ GROUPED = [name for name in solver_names() if solver_class(name).grouped]
 PATTERNS, USUAL_PATTERNS = cases(KINDS), cases(USUAL)
 
 
-def some_pattern(solver, sparsity=0.5):
-    """A pattern with a sparsity that the solver takes."""
+def supported_pattern(solver, sparsity=0.5):
+    """An unstructured pattern if the solver supports it, otherwise a structured one."""
     return sparsity if Unstructured in solver_class(solver).patterns else (NO_GROUPS, sparsity)
 
 
@@ -60,13 +60,12 @@ def prune(solver, pattern, lam, tensors, **more):
 
 
 def objective_of(solver, pattern, lam, tensors):
-    """What the solver minimises."""
     settings = config(solver, pattern, lam)
     return build_objective(settings.make_solver(), settings.parsed_pattern, *tensors, lam)
 
 
 def assert_counts(solver, pattern, keep):
-    """Exactly as many weights went from every comparison group as the pattern says."""
+    """Every comparison group lost exactly the number of weights that the pattern specifies."""
     if isinstance(pattern, str):
         n, m = map(int, pattern.split(":"))
         assert (keep.reshape(-1, m).sum(1) == n).all()
@@ -100,23 +99,24 @@ def test_counts_zeros_and_types_are_exact(solver, pattern, lam, dtype):
 
 @PATTERNS
 @LAMS
-def test_no_solver_does_worse_than_its_own_mask(solver, pattern, lam):
+def test_no_solver_has_a_larger_loss_than_its_mask_alone(solver, pattern, lam):
     tensors = layer(*SHAPE, seed=1)
     result = prune(solver, pattern, lam, tensors)
     objective = objective_of(solver, pattern, lam, tensors)
-    found, masked = objective.losses(result.weight, tensors[0] * result.keep)
-    assert found.total <= 1.0001 * masked.total + 1e-9
+    pruned, masked = objective.losses(result.weight, tensors[0] * result.keep)
+    assert pruned.total <= 1.0001 * masked.total + 1e-9
     assert objective.losses(torch.zeros_like(result.weight))[0].total == pytest.approx(1, abs=1e-5)
     if 0 < result.keep.float().mean() < 1 and solver not in ("magnitude", "wanda"):
-        assert found.total < 0.9 * masked.total
+        assert pruned.total < 0.9 * masked.total
 
 
 @USUAL_PATTERNS
-def test_lambda_one_has_no_use_for_gradients(solver, pattern):
+def test_lambda_one_ignores_gradients(solver, pattern):
     weight, gram, gradients = layer(*SHAPE)
-    with_them = prune(solver, pattern, 1.0, (weight, gram, gradients))
+    with_gradients = prune(solver, pattern, 1.0, (weight, gram, gradients))
     without = prune(solver, pattern, 1.0, (weight, gram))
-    assert torch.equal(with_them.weight, without.weight) and torch.equal(with_them.keep, without.keep)
+    assert torch.equal(with_gradients.weight, without.weight)
+    assert torch.equal(with_gradients.keep, without.keep)
 
 
 @SOLVERS
@@ -125,7 +125,7 @@ def test_sparsity_zero_is_the_dense_weight_up_to_dead_inputs(solver, lam):
     tensors = layer(*SHAPE, dead=(5, 130))
     expected = tensors[0].clone()
     expected[:, [5, 130]] = 0
-    result = prune(solver, some_pattern(solver, 0.0), lam, tensors)
+    result = prune(solver, supported_pattern(solver, 0.0), lam, tensors)
     assert result.keep.all() and result.notes == ("2 dead inputs",)
     torch.testing.assert_close(result.weight, expected, rtol=1e-6, atol=1e-6)
 
@@ -133,13 +133,13 @@ def test_sparsity_zero_is_the_dense_weight_up_to_dead_inputs(solver, lam):
 @SOLVERS
 @LAMS
 def test_sparsity_one_is_zero(solver, lam):
-    result = prune(solver, some_pattern(solver, 1.0), lam, layer(*SHAPE))
+    result = prune(solver, supported_pattern(solver, 1.0), lam, layer(*SHAPE))
     assert not result.weight.any() and not result.keep.any()
 
 
 @PATTERNS
 @LAMS
-def test_dead_inputs_go_first_and_the_count_stays_exact(solver, pattern, lam):
+def test_dead_inputs_are_removed_first_and_the_count_stays_exact(solver, pattern, lam):
     dead = [1, 40, 131]  # at most one to a group of an n:m pattern
     result = prune(solver, pattern, lam, layer(*SHAPE, dead=tuple(dead)))
     assert_counts(solver, pattern, result.keep)
@@ -149,7 +149,7 @@ def test_dead_inputs_go_first_and_the_count_stays_exact(solver, pattern, lam):
 
 
 @cases({Unstructured: [0.1], NM: ["2:4"], Structured: [(NO_GROUPS, 0.1)]})
-def test_more_dead_inputs_than_may_go_leave_the_count_exact(solver, pattern):
+def test_more_dead_inputs_than_removals_leave_the_count_exact(solver, pattern):
     dead = tuple(range(100))
     result = prune(solver, pattern, 0.5, layer(*SHAPE, dead=dead))
     assert_counts(solver, pattern, result.keep)
@@ -159,35 +159,35 @@ def test_more_dead_inputs_than_may_go_leave_the_count_exact(solver, pattern):
         assert result.keep[:, 100:first].all()
 
 
-def assert_same(solver, pattern, lam, tensors, found, expected):
-    """Two results that differ by rounding alone; ALPS, which ends early, has the same losses below λ = 1."""
+def assert_same(solver, pattern, lam, tensors, result, expected):
+    """Two results differ by rounding alone; below λ = 1, ALPS stops early and only the losses agree."""
     if solver == "alps" and lam < 1:
-        first, second = objective_of(solver, pattern, lam, tensors).losses(found.weight, expected.weight)
+        first, second = objective_of(solver, pattern, lam, tensors).losses(result.weight, expected.weight)
         assert first.total == pytest.approx(second.total, rel=0.02, abs=2e-6)
         return
-    assert torch.equal(found.keep, expected.keep)
-    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-4, atol=1e-6)
+    assert torch.equal(result.keep, expected.keep)
+    torch.testing.assert_close(result.weight, expected.weight, rtol=1e-4, atol=1e-6)
 
 
 @USUAL_PATTERNS
 @LAMS
-def test_rows_may_come_in_any_order(solver, pattern, lam):
+def test_the_order_of_rows_does_not_matter(solver, pattern, lam):
     weight, gram, gradients = layer(*SHAPE, seed=2)
     order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))
     result = prune(solver, pattern, lam, (weight, gram, gradients))
-    turned = prune(solver, pattern, lam, (weight[order], gram, gradients[:, order]))
-    back = replace(turned, weight=turned.weight[order.argsort()], keep=turned.keep[order.argsort()])
-    assert_same(solver, pattern, lam, (weight, gram, gradients), back, result)
+    permuted = prune(solver, pattern, lam, (weight[order], gram, gradients[:, order]))
+    restored = replace(permuted, weight=permuted.weight[order.argsort()], keep=permuted.keep[order.argsort()])
+    assert_same(solver, pattern, lam, (weight, gram, gradients), restored, result)
 
 
 @USUAL_PATTERNS
 @LAMS
-@pytest.mark.parametrize("which", ["gram", "gradients"])
+@pytest.mark.parametrize("statistic", ["gram", "gradients"])
 @pytest.mark.parametrize("factor", [1e3, 1e-3])
-def test_the_scale_of_a_statistic_changes_nothing(solver, pattern, lam, which, factor):
+def test_the_scale_of_a_statistic_does_not_matter(solver, pattern, lam, statistic, factor):
     weight, gram, gradients = layer(*SHAPE, seed=3)
     result = prune(solver, pattern, lam, (weight, gram, gradients))
-    scaled = (weight, factor * gram, gradients) if which == "gram" else (weight, gram, factor * gradients)
+    scaled = (weight, factor * gram, gradients) if statistic == "gram" else (weight, gram, factor * gradients)
     again = prune(solver, pattern, lam, scaled)
     assert_same(solver, pattern, lam, (weight, gram, gradients), again, result)
 
@@ -210,20 +210,20 @@ def test_the_layout_of_a_tensor_does_not_matter(solver, pattern):
 
 @SOLVERS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_statistics_may_come_in_any_floating_type(solver, dtype):
+def test_statistics_may_have_any_floating_dtype(solver, dtype):
     weight, gram, gradients = layer(8, 24, 5)
     rounded = ((0.01 * gram).to(dtype), (0.01 * gradients).to(dtype))
-    result = prune(solver, some_pattern(solver, 0.6), 0.5, (weight, *rounded))
-    exact = prune(solver, some_pattern(solver, 0.6), 0.5, (weight, *(tensor.float() for tensor in rounded)))
+    result = prune(solver, supported_pattern(solver, 0.6), 0.5, (weight, *rounded))
+    exact = prune(solver, supported_pattern(solver, 0.6), 0.5, (weight, *(tensor.float() for tensor in rounded)))
     assert torch.equal(result.keep, exact.keep)
     torch.testing.assert_close(result.weight, exact.weight, rtol=1e-3, atol=1e-4)
 
 
 @cases({Unstructured: [0.5], NM: ["2:4"], Structured: [(NO_GROUPS, 0.5), (GROUPS, 1 / 3)]})
-@pytest.mark.parametrize("what", ["weight", "gram", "gradients"])
-def test_statistics_that_vanish_still_give_exact_counts_and_a_note(solver, pattern, what):
+@pytest.mark.parametrize("name", ["weight", "gram", "gradients"])
+def test_a_zero_tensor_gives_exact_counts_and_a_note(solver, pattern, name):
     tensors = dict(zip(("weight", "gram", "gradients"), layer(8, 24, 5), strict=True))
-    tensors[what] = torch.zeros_like(tensors[what])
+    tensors[name] = torch.zeros_like(tensors[name])
     result = prune(solver, pattern, 0.5, tensors.values())
     assert_counts(solver, pattern, result.keep)
     assert torch.isfinite(result.weight).all()
@@ -241,24 +241,24 @@ def test_magnitude_needs_the_weight_alone(pattern):
 @cases({Unstructured: [0.0, 0.45, 1.0], NM: ["2:4"], Structured: [(NO_GROUPS, 0.4)]}, GROUPED)
 @LAMS
 @pytest.mark.parametrize(("groups", "rows"), [(3, 4), (6, 1)])
-def test_rows_may_read_inputs_of_their_own(solver, pattern, lam, groups, rows):
+def test_groups_of_rows_may_have_separate_inputs(solver, pattern, lam, groups, rows):
     tensors = grouped_layer(groups, rows, 20, 10, dead=(3,))
     result = prune(solver, pattern, lam, tensors)
     assert_counts(solver, pattern, result.keep)
     assert not result.weight[~result.keep].any() and not result.weight[:, 3].any()
     assert f"{groups} dead inputs" in result.notes
-    found, masked = objective_of(solver, pattern, lam, tensors).losses(result.weight, tensors[0] * result.keep)
-    assert found.total <= 1.01 * masked.total
-    assert pattern != 0 or found.total < 1e-9
+    pruned, masked = objective_of(solver, pattern, lam, tensors).losses(result.weight, tensors[0] * result.keep)
+    assert pruned.total <= 1.01 * masked.total
+    assert pattern != 0 or pruned.total < 1e-9
 
 
 @cases(USUAL, GROUPED)
 @LAMS
-def test_groups_that_read_the_same_inputs_are_one_layer(solver, pattern, lam):
+def test_groups_with_the_same_inputs_equal_one_layer(solver, pattern, lam):
     weight, gram, gradients = layer(6, 24, 10, seed=5)
     single = prune(solver, pattern, lam, (weight, gram, gradients))
     grouped = prune(solver, pattern, lam, (weight, gram.expand(3, -1, -1), gradients))
-    if solver == "alps" and lam < 1:  # whose coordinates are those of a group
+    if solver == "alps" and lam < 1:  # its coordinates depend on the group
         assert_counts(solver, pattern, grouped.keep)
         return
     assert_same(solver, pattern, lam, (weight, gram, gradients), grouped, single)
@@ -277,14 +277,14 @@ def test_groups_must_divide_the_inputs(solver, pattern):
 
 
 @cases(USUAL, ["obc", "cap", "wanda"])
-def test_lambda_zero_has_no_use_for_the_inputs(solver, pattern):
+def test_lambda_zero_ignores_the_inputs(solver, pattern):
     weight, gram, gradients = layer(*SHAPE)
-    found, other = (prune(solver, pattern, 0.0, (weight, g, gradients)) for g in (gram, torch.eye(len(gram))))
-    assert torch.equal(found.keep, other.keep) and torch.equal(found.weight, other.weight)
+    result, other = (prune(solver, pattern, 0.0, (weight, g, gradients)) for g in (gram, torch.eye(len(gram))))
+    assert torch.equal(result.keep, other.keep) and torch.equal(result.weight, other.weight)
 
 
 @pytest.mark.parametrize("solver", solver_names())
-def test_a_solver_refuses_patterns_that_it_cannot_make(solver):
+def test_a_solver_refuses_unsupported_patterns(solver):
     for kind, patterns in USUAL.items():
         if kind not in solver_class(solver).patterns:
             with pytest.raises(MoonshotError, match=f"pattern='.*': solver='{solver}' takes .*; choose another"):
@@ -301,28 +301,28 @@ def test_groups_of_columns_must_divide_the_inputs():
 def test_two_objectives_need_gradients(solver):
     weight, gram, _ = layer(4, 12, 3)
     with pytest.raises(MoonshotError, match="gradients=None: lam=0.5.*lam=1"):
-        prune(solver, some_pattern(solver), 0.5, (weight, gram))
+        prune(solver, supported_pattern(solver), 0.5, (weight, gram))
 
 
 @pytest.mark.parametrize("solver", [name for name in solver_names() if solver_class(name).calibrated])
 def test_a_solver_that_calibrates_needs_a_gram(solver):
     with pytest.raises(MoonshotError, match=f"gram=None: solver='{solver}' needs"):
-        prune(solver, some_pattern(solver), 1.0, layer(4, 12, 3)[:1])
+        prune(solver, supported_pattern(solver), 1.0, layer(4, 12, 3)[:1])
 
 
 @SOLVERS
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("what", ["weight", "gram", "gradients"])
-def test_values_that_are_not_finite_are_refused(solver, value, what):
+@pytest.mark.parametrize("name", ["weight", "gram", "gradients"])
+def test_values_that_are_not_finite_are_refused(solver, value, name):
     tensors = dict(zip(("weight", "gram", "gradients"), layer(4, 12, 3), strict=True))
-    tensors[what].view(-1)[7] = value
-    with pytest.raises(MoonshotError, match=f"{what} holds NaN or infinite values"):
-        prune(solver, some_pattern(solver), 0.5, tensors.values())
+    tensors[name].view(-1)[7] = value
+    with pytest.raises(MoonshotError, match=f"{name} holds NaN or infinite values"):
+        prune(solver, supported_pattern(solver), 0.5, tensors.values())
 
 
 @SOLVERS
 @pytest.mark.parametrize(
-    ("what", "shape"),
+    ("name", "shape"),
     [
         ("weight", (12,)),
         ("weight", (4, 12, 1)),
@@ -336,29 +336,29 @@ def test_values_that_are_not_finite_are_refused(solver, value, what):
         ("gradients", (3, 5, 12)),
     ],
 )
-def test_wrong_shapes_are_refused(solver, what, shape):
+def test_wrong_shapes_are_refused(solver, name, shape):
     tensors = dict(zip(("weight", "gram", "gradients"), layer(4, 12, 3), strict=True))
-    tensors[what] = torch.ones(shape)
-    with pytest.raises(MoonshotError, match=rf"{what} has shape \[{', '.join(map(str, shape))}\]"):
-        prune(solver, some_pattern(solver), 0.5, tensors.values())
+    tensors[name] = torch.ones(shape)
+    with pytest.raises(MoonshotError, match=rf"{name} has shape \[{', '.join(map(str, shape))}\]"):
+        prune(solver, supported_pattern(solver), 0.5, tensors.values())
 
 
 @SOLVERS
-@pytest.mark.parametrize("what", ["weight", "gram", "gradients"])
-def test_integers_and_lists_are_refused(solver, what):
+@pytest.mark.parametrize("name", ["weight", "gram", "gradients"])
+def test_integers_and_lists_are_refused(solver, name):
     tensors = dict(zip(("weight", "gram", "gradients"), layer(4, 12, 3), strict=True))
-    with pytest.raises(MoonshotError, match=f"{what} has dtype torch.int64"):
-        prune(solver, some_pattern(solver), 0.5, {**tensors, what: tensors[what].long()}.values())
-    with pytest.raises(MoonshotError, match=f"{what} is a list"):
-        prune(solver, some_pattern(solver), 0.5, {**tensors, what: tensors[what].tolist()}.values())
+    with pytest.raises(MoonshotError, match=f"{name} has dtype torch.int64"):
+        prune(solver, supported_pattern(solver), 0.5, {**tensors, name: tensors[name].long()}.values())
+    with pytest.raises(MoonshotError, match=f"{name} is a list"):
+        prune(solver, supported_pattern(solver), 0.5, {**tensors, name: tensors[name].tolist()}.values())
 
 
 def test_a_half_precision_gram_matrix_does_not_underflow_in_wandas_scale():
     weight, gram, _ = layer(256, 64, 1)
     gram = (gram / gram.max() * 6e4).half()
     config = MoonshotConfig(solver="wanda", sparsity=0.5, lam=1.0)
-    found = prune_weight(weight * 300, gram, config=config)
-    assert torch.equal(found.keep, prune_weight(weight * 300, gram.float(), config=config).keep)
+    half = prune_weight(weight * 300, gram, config=config)
+    assert torch.equal(half.keep, prune_weight(weight * 300, gram.float(), config=config).keep)
 
 
 def test_eight_bit_floats_are_refused():
@@ -367,7 +367,7 @@ def test_eight_bit_floats_are_refused():
         prune_weight(weight.to(torch.float8_e4m3fn), gram, config=MoonshotConfig(sparsity=0.5, lam=1.0))
 
 
-def test_osscar_refuses_rows_with_inputs_of_their_own():
+def test_osscar_refuses_groups_with_separate_inputs():
     weight, gram, gradients = layer(6, 24, 10)
     with pytest.raises(MoonshotError, match="solver='osscar': it does not support grouped convolutions"):
         prune("osscar", (NO_GROUPS, 0.5), 0.5, (weight, gram.expand(3, -1, -1), gradients))

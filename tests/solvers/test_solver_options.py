@@ -1,4 +1,4 @@
-"""A solver of another package with its own hyperparameters: in Python, in files and on the command line."""
+"""Third-party solvers and their hyperparameters in Python, in files and on the command line."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def weights(model):
 def test_hyperparameters_reach_the_solver(toy):
     config = MoonshotConfig(solver="toy", sparsity=0.5, solver_options={"largest": True, "power": 1, "spare": 2})
     assert config.make_solver() == toy.Toy(power=1, spare=2, largest=True)
-    assert list(config.solver_options) == ["power", "spare", "largest"]  # in the solver's order, whatever was given
+    assert list(config.solver_options) == ["power", "spare", "largest"]  # in the order of the solver's fields
     assert config.damping is None and config.block_size is None
     assert MoonshotConfig(solver="toy", sparsity=0.5).make_solver() == toy.Toy()
     weight, gram = torch.randn(6, 8), torch.eye(8)
@@ -78,12 +78,12 @@ def test_every_hyperparameter_changes_the_pruning(toy):
         ({"damping": 0.1}, "damping=0.1: solver='toy' has no such hyperparameter"),
     ],
 )
-def test_a_wrong_hyperparameter_is_found_when_the_configuration_is_made(toy, options, words):
+def test_the_configuration_refuses_a_wrong_hyperparameter(toy, options, words):
     with pytest.raises(MoonshotError, match=f"^solver_options: {words}"):
         MoonshotConfig(solver="toy", sparsity=0.5, solver_options=options)
 
 
-def test_files_keep_the_hyperparameters_and_are_read_without_the_solver(toy, tmp_path, monkeypatch):
+def test_files_store_the_hyperparameters_and_load_without_the_solver(toy, tmp_path, monkeypatch):
     config = MoonshotConfig(solver="toy", pattern="2:4", num_samples=6, solver_options={"spare": 2, "power": 0.5})
     assert MoonshotConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     pruner = MoonshotPruner(make("llama"), config)
@@ -116,7 +116,7 @@ def test_files_keep_the_hyperparameters_and_are_read_without_the_solver(toy, tmp
         ({"spare": 2}, "an unfinished run with other settings was discarded"),
     ],
 )
-def test_an_interrupted_run_goes_on_with_equal_hyperparameters_only(options, note, toy, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_with_equal_hyperparameters_only(options, note, toy, tmp_path, monkeypatch):
     real, calls = toy.Toy.solve, []
 
     def solve(self, *arguments):
@@ -139,10 +139,10 @@ def test_an_interrupted_run_goes_on_with_equal_hyperparameters_only(options, not
 def parse(*argv):
     parser = cli.argparse.ArgumentParser()
     cli.add_prune_options(parser)
-    return method_options.make_config(parser.parse_args(["some/model", "--output", "out", "--sparsity", "0.5", *argv]))
+    return method_options.make_config(parser.parse_args(["a/model", "--output", "out", "--sparsity", "0.5", *argv]))
 
 
-def test_options_of_the_command_line_have_the_solvers_types(toy):
+def test_command_line_options_have_the_types_of_the_hyperparameters(toy):
     argv = ("--solver-option", "power=1", "--solver-option", "spare=2", "--solver-option", "largest=true")
     result = parse("--solver", "toy", *argv).solver_options
     assert result == {"power": 1.0, "spare": 2, "largest": True}
@@ -163,7 +163,7 @@ WRONG = {
 }
 
 
-def test_a_module_may_lie_in_the_current_folder(tmp_path, monkeypatch):
+def test_a_module_in_the_current_folder_can_be_imported(tmp_path, monkeypatch):
     (tmp_path / "beside_me.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as for a script in another folder
@@ -179,7 +179,7 @@ def test_a_wrong_option_is_a_usage_error(toy, option):
     assert str(error.value).startswith(f"solver_options={option!r}: {WRONG[option]}")
 
 
-def test_options_that_contradict_each_other(toy):
+def test_contradicting_options_are_usage_errors(toy):
     with pytest.raises(common.UsageError, match="solver_options='power=2': power is given twice"):
         parse("--solver", "toy", "--solver-option", "power=1", "--solver-option", "power=2")
     with pytest.raises(common.UsageError, match=r"^damping=0.1: solver_options\['damping'\]=0.2 is another value"):
@@ -191,7 +191,7 @@ def test_options_that_contradict_each_other(toy):
 
 
 def command(*argv, folder, **environment):
-    """`python -m optimum_moonshot` in another process, started in `folder`."""
+    """Run `python -m optimum_moonshot` in a subprocess with `folder` as working directory."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MOONSHOT_DEBUG": "", **environment}
     call = [sys.executable, "-m", "optimum_moonshot", *map(str, argv)]
     return subprocess.run(call, capture_output=True, text=True, cwd=folder, env=environment)
@@ -204,17 +204,18 @@ DATA = ("--calibration", DEMO / "calibration.txt")
 @pytest.mark.slow
 def test_a_module_is_imported_and_its_solver_prunes(tmp_path):
     options = [f"--solver-option={name}={value}" for name, value in OPTIONS.items()]
-    given = ("--import", "toy_solver", "--solver", "toy", "--pattern", "2:4", *options, *SMALL, *DATA)
-    done = command("prune", DEMO, "--output", tmp_path / "out", *given, folder=SUPPORT)
+    solver = ("--import", "toy_solver", "--solver", "toy")
+    arguments = (*solver, "--pattern", "2:4", *options, *SMALL, *DATA)
+    done = command("prune", DEMO, "--output", tmp_path / "out", *arguments, folder=SUPPORT)
     assert done.returncode == 0, done.stderr
     assert "sparsity    0.5000" in done.stdout
     record = PruningRecord.read(hf.AutoConfig.from_pretrained(tmp_path / "out"))
     assert record.config["solver"] == "toy" and record.config["solver_options"] == record.solver_options == OPTIONS
-    assert load_pruned(tmp_path / "out") is not None  # in a process that does not know the solver
+    assert load_pruned(tmp_path / "out") is not None  # in a process without the solver
 
     small = [each for each in SMALL if each not in ("--lam", 1)]
-    swept = ("--patterns", "2:4", "--lambdas", 1, *given[:4], *options, *small, *DATA)
-    done = command("sweep", DEMO, "--output", tmp_path / "sweep", *swept, folder=SUPPORT)
+    arguments = ("--patterns", "2:4", "--lambdas", 1, *solver, *options, *small, *DATA)
+    done = command("sweep", DEMO, "--output", tmp_path / "sweep", *arguments, folder=SUPPORT)
     assert done.returncode == 0 and done.stdout.startswith("toy: calibration perplexity"), done.stderr
 
 
@@ -250,7 +251,7 @@ def test_the_help_names_both_options():
 
 
 def package(folder, name, module):
-    """An installed package whose entry point says that a module registers the solver `name`."""
+    """An installed package whose entry point declares that a module registers the solver `name`."""
     info = folder / f"solver_of_{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: solver-of-{name}\nVersion: 1.0\n")
@@ -259,38 +260,42 @@ def package(folder, name, module):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch, registry):
-    """Packages with a solver each: one that works, and two that do not."""
+    """Three packages with a solver each; two of them are broken."""
     (tmp_path / "toys").mkdir()
-    (tmp_path / "toys" / "own_solver.py").write_text(
-        (SUPPORT / "toy_solver.py").read_text().replace('register_solver("toy")', 'register_solver("own")')
+    (tmp_path / "toys" / "installed_solver.py").write_text(
+        (SUPPORT / "toy_solver.py").read_text().replace('register_solver("toy")', 'register_solver("installed")')
     )
     (tmp_path / "toys" / "missing_part.py").write_text("import part_that_is_not_there\n")
-    for name, module in (("own", "own_solver"), ("broken", "missing_part"), ("empty", "own_solver:Toy.objective")):
+    for name, module in (
+        ("installed", "installed_solver"),
+        ("broken", "missing_part"),
+        ("empty", "installed_solver:Toy.objective"),
+    ):
         package(tmp_path / "toys", name, module)
     monkeypatch.syspath_prepend(tmp_path / "toys")
     yield tmp_path / "toys"
-    sys.modules.pop("own_solver", None)
+    sys.modules.pop("installed_solver", None)
 
 
-def test_the_solver_of_an_installed_package_is_found_when_it_is_named(installed):
-    assert "own" not in base.solver_names() and "own_solver" not in sys.modules
-    config = MoonshotConfig(solver="own", sparsity=0.5, solver_options={"power": 2})
-    assert config.make_solver().power == 2 and "own" in base.solver_names()
+def test_the_solver_of_an_installed_package_is_imported_on_first_use(installed):
+    assert "installed" not in base.solver_names() and "installed_solver" not in sys.modules
+    config = MoonshotConfig(solver="installed", sparsity=0.5, solver_options={"power": 2})
+    assert config.make_solver().power == 2 and "installed" in base.solver_names()
     assert dataclasses.replace(config, solver="wanda", solver_options={}).solver == "wanda"
 
 
-def test_an_entry_point_that_does_not_work_is_one_clear_error(installed):
+def test_a_broken_entry_point_is_a_clear_error(installed):
     with pytest.raises(MoonshotError, match="^solver='broken': the entry point 'missing_part' .* cannot be imported"):
         MoonshotConfig(solver="broken", sparsity=0.5)
-    with pytest.raises(MoonshotError, match="^solver='nobodys': use one of alps, broken, cap, empty, .*, own, "):
+    with pytest.raises(MoonshotError, match="^solver='nobodys': use one of alps, broken, cap, empty, .*, installed, "):
         MoonshotConfig(solver="nobodys", sparsity=0.5)
     with pytest.raises(MoonshotError, match="^solver='empty': .*registers no solver of this name"):
         MoonshotConfig(solver="empty", sparsity=0.5)
 
 
 @pytest.mark.slow
-def test_the_command_line_finds_installed_solvers_by_themselves(installed, tmp_path):
+def test_the_command_line_finds_installed_solvers_without_import(installed, tmp_path):
     path = os.pathsep.join(map(str, (ROOT, installed)))
-    given = ("--solver", "own", "--solver-option", "power=2", "--pattern", "2:4", *SMALL, *DATA)
-    done = command("prune", DEMO, "--output", tmp_path / "out", *given, folder=tmp_path, PYTHONPATH=path)
+    arguments = ("--solver", "installed", "--solver-option", "power=2", "--pattern", "2:4", *SMALL, *DATA)
+    done = command("prune", DEMO, "--output", tmp_path / "out", *arguments, folder=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0 and "sparsity    0.5000" in done.stdout, done.stderr

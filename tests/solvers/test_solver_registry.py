@@ -1,4 +1,4 @@
-"""What a registered solver declares is what it gets, whoever wrote it; and it has to declare enough."""
+"""A registered solver receives the statistics that it declares; incomplete declarations are refused."""
 
 import dataclasses
 import re
@@ -26,42 +26,42 @@ from optimum_moonshot.solvers.wanda import Wanda
 pytestmark = pytest.mark.usefixtures("registry")
 
 
-class Borrowed:
-    """A solver that derives from none here and lends the methods of one: all that others know is what it declares."""
+class Delegating:
+    """Delegates to a builtin solver without inheriting from it: only its declarations are visible."""
 
-    own: ClassVar[type]
+    delegate: ClassVar[type]
 
     def solve(self, objective, pattern):
-        return self.own(**dataclasses.asdict(self)).solve(objective, pattern)
+        return self.delegate(**dataclasses.asdict(self)).solve(objective, pattern)
 
 
-class BorrowedRanking(Borrowed):
+class DelegatingRanking(Delegating):
     def rank_removals(self, objective, pattern, damping):
-        return self.own(**dataclasses.asdict(self)).rank_removals(objective, pattern, damping)
+        return self.delegate(**dataclasses.asdict(self)).rank_removals(objective, pattern, damping)
 
     def minimise(self, objective, keeps, damping):
-        return self.own(**dataclasses.asdict(self)).minimise(objective, keeps, damping)
+        return self.delegate(**dataclasses.asdict(self)).minimise(objective, keeps, damping)
 
     def solve_path(self, objective, patterns):
-        return self.own(**dataclasses.asdict(self)).solve_path(objective, patterns)
+        return self.delegate(**dataclasses.asdict(self)).solve_path(objective, patterns)
 
 
 @dataclass(frozen=True)
-class LikeOBC(BorrowedRanking):
+class LikeOBC(DelegatingRanking):
     damping: float = 0.01
 
-    own = OBC
+    delegate = OBC
     patterns = (Unstructured, NM)
     grouped = True
     ranks_removals = True
 
 
 @dataclass(frozen=True)
-class LikeCAP(BorrowedRanking):
+class LikeCAP(DelegatingRanking):
     damping: float = 0.01
     block_size: int = 8
 
-    own = CAP
+    delegate = CAP
     patterns = (Unstructured, NM)
     ranks_removals = True
 
@@ -70,8 +70,8 @@ class LikeCAP(BorrowedRanking):
 
 
 @dataclass(frozen=True)
-class LikeWanda(Borrowed):
-    own = Wanda
+class LikeWanda(Delegating):
+    delegate = Wanda
     patterns = (Unstructured,)
     objective = DiagonalQuadratic
 
@@ -101,30 +101,30 @@ def prune(solver, model="vit", **more):
 
 @EACH
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_it_is_given_the_objective_that_it_declares(solver, lam):
+def test_a_solver_receives_the_objective_that_it_declares(solver, lam):
     tensors = layer(6, 24, 5)
-    found, expected = (prune_weight(*tensors, config=settings(name, lam=lam)) for name in (f"like-{solver}", solver))
-    assert torch.equal(found.weight, expected.weight) and torch.equal(found.keep, expected.keep)
+    result, expected = (prune_weight(*tensors, config=settings(name, lam=lam)) for name in (f"like-{solver}", solver))
+    assert torch.equal(result.weight, expected.weight) and torch.equal(result.keep, expected.keep)
 
 
 @EACH
-def test_a_run_gathers_what_it_declares(solver):
-    found, expected = prune(f"like-{solver}"), prune(solver)
-    assert all(torch.equal(tensor, expected[0][name]) for name, tensor in found[0].items())
-    assert [layer.loss for layer in found[1].layers] == [layer.loss for layer in expected[1].layers]
+def test_a_run_collects_the_statistics_that_a_solver_declares(solver):
+    (tensors, report), (expected, expected_report) = prune(f"like-{solver}"), prune(solver)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    assert [layer.loss for layer in report.layers] == [layer.loss for layer in expected_report.layers]
 
 
 @RANKING
-def test_one_elimination_serves_a_path_where_it_ranks(solver):
+def test_a_ranking_solver_has_a_sparsity_path(solver):
     tensors, sparsities = layer(6, 24, 5), [0.3, 0.9]
-    found, expected = (
+    path, expected = (
         prune_weight_path(*tensors, config=settings(name), sparsities=sparsities) for name in (f"like-{solver}", solver)
     )
-    assert all(torch.equal(found[sparsity].weight, expected[sparsity].weight) for sparsity in sparsities)
+    assert all(torch.equal(path[sparsity].weight, expected[sparsity].weight) for sparsity in sparsities)
 
 
 @RANKING
-def test_a_sweep_gives_it_all_sparsities_together(solver, monkeypatch):
+def test_a_ranking_solver_receives_all_sparsities_of_a_path_together(solver, monkeypatch):
     cls, seen = LIKE[solver], []
     original = cls.solve_path
     monkeypatch.setattr(cls, "solve_path", lambda self, *args: seen.append(len(args[1])) or original(self, *args))
@@ -134,14 +134,14 @@ def test_a_sweep_gives_it_all_sparsities_together(solver, monkeypatch):
 
 
 @RANKING
-def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks_where_it_ranks(solver, monkeypatch):
-    expected = prune(solver)
+def test_a_ranking_solver_solves_a_layer_that_exceeds_the_memory_in_chunks(solver, monkeypatch):
+    expected, _ = prune(solver)
     monkeypatch.setattr(spec.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(spec, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))
-    found = prune(f"like-{solver}")
-    assert any("chunks of rows" in note for note in found[1].notes)
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(tensor, expected[0][name], rtol=1e-4, atol=1e-5, msg=name)
+    tensors, report = prune(f"like-{solver}")
+    assert any("chunks of rows" in note for note in report.notes)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_solver_that_does_not_rank_has_no_path():
@@ -149,14 +149,14 @@ def test_a_solver_that_does_not_rank_has_no_path():
         prune_weight_path(*layer(6, 24, 5), config=settings("like-wanda"), sparsities=[0.5])
 
 
-def test_rows_in_groups_are_for_those_that_declare_it():
+def test_only_solvers_that_declare_it_support_grouped_rows():
     tensors = grouped_layer(3, 4, 24, 5)
     prune_weight(*tensors, config=settings("like-obc"))
     with pytest.raises(MoonshotError, match="like-cap.*does not support grouped"):
         prune_weight(*tensors, config=settings("like-cap"))
 
 
-def test_what_a_class_leaves_out_it_has_from_solver():
+def test_a_solver_inherits_the_defaults_of_the_base_class():
     @register_solver("keep-all")
     @dataclass(frozen=True)
     class KeepAll(Solver):
@@ -175,7 +175,7 @@ def test_what_a_class_leaves_out_it_has_from_solver():
         prune_weight(weight, config=settings("keep-all"))
 
 
-def test_a_damped_attempt_gets_what_is_added_to_the_diagonal_and_tells_what_it_took():
+def test_a_damped_attempt_receives_the_ridge_and_reports_the_damping():
     weight, gram, gradients = layer(6, 24, 5)
     objective, tried = full(weight, gram, gradients, 0.5), []
 
@@ -184,57 +184,58 @@ def test_a_damped_attempt_gets_what_is_added_to_the_diagonal_and_tells_what_it_t
         check_factored(torch.tensor(len(tried) == 2))
         return weight, weight > 0
 
-    found = damped(objective, 0.02, attempt)
-    assert tried == pytest.approx([0.02, 0.2]) and found.damping == 0.2
-    assert found.notes == ("damping raised from 0.02 to 0.2",)
-    assert torch.equal(found.weight, weight.clamp(min=0)) and torch.equal(found.keep, weight > 0)
+    result = damped(objective, 0.02, attempt)
+    assert tried == pytest.approx([0.02, 0.2]) and result.damping == 0.2
+    assert result.notes == ("damping raised from 0.02 to 0.2",)
+    assert torch.equal(result.weight, weight.clamp(min=0)) and torch.equal(result.keep, weight > 0)
 
 
 def declared(**members):
     """A solver with these members changed; None removes one."""
-    given = {"patterns": (Unstructured,), "solve": Borrowed.solve, **members}
-    given |= {"__annotations__": {"damping": float}} if "damping" in members else {}
-    return dataclass(frozen=True)(type("Own", (), {name: value for name, value in given.items() if value is not None}))
+    members = {"patterns": (Unstructured,), "solve": Delegating.solve, **members}
+    members |= {"__annotations__": {"damping": float}} if "damping" in members else {}
+    declared_members = {name: value for name, value in members.items() if value is not None}
+    return dataclass(frozen=True)(type("Custom", (), declared_members))
 
 
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (declared(solve=None), "Own lacks solve; "),
-        (declared(patterns=None), "Own lacks patterns; "),
-        (dataclass(frozen=True)(type("Own", (Solver,), {})), "Own lacks patterns, solve; "),
-        (declared(patterns=()), r"Own\.patterns=\(\): give a tuple of Unstructured, NM, Structured"),
-        (declared(patterns=Unstructured), r"Own\.patterns=.*: give a tuple"),
-        (declared(patterns=(int,)), r"Own\.patterns=.*: give a tuple"),
-        (declared(objective=dict), r"Own\.objective=.*dict.*: give Quadratic or DiagonalQuadratic"),
-        (declared(grouped="yes"), r"Own\.grouped='yes': give True or False"),
-        (declared(calibrated=1), r"Own\.calibrated=1: give True or False"),
+        (declared(solve=None), "Custom lacks solve; "),
+        (declared(patterns=None), "Custom lacks patterns; "),
+        (dataclass(frozen=True)(type("Custom", (Solver,), {})), "Custom lacks patterns, solve; "),
+        (declared(patterns=()), r"Custom\.patterns=\(\): give a tuple of Unstructured, NM, Structured"),
+        (declared(patterns=Unstructured), r"Custom\.patterns=.*: give a tuple"),
+        (declared(patterns=(int,)), r"Custom\.patterns=.*: give a tuple"),
+        (declared(objective=dict), r"Custom\.objective=.*dict.*: give Quadratic or DiagonalQuadratic"),
+        (declared(grouped="yes"), r"Custom\.grouped='yes': give True or False"),
+        (declared(calibrated=1), r"Custom\.calibrated=1: give True or False"),
         (
             declared(ranks_removals=True),
-            "Own lacks rank_removals, minimise, solve_path, the hyperparameter damping, "
+            "Custom lacks rank_removals, minimise, solve_path, the hyperparameter damping, "
             "which ranks_removals=True requires",
         ),
         (
             declared(by_rows=True),
-            "Own lacks attempt, the hyperparameter damping, which by_rows=True requires",
+            "Custom lacks attempt, the hyperparameter damping, which by_rows=True requires",
         ),
-        (declared(by_rows=0), r"Own\.by_rows=0: give True or False"),
+        (declared(by_rows=0), r"Custom\.by_rows=0: give True or False"),
         (
             declared(by_rows=True, attempt=SparseGPT.attempt, damping=0.01, objective=DiagonalQuadratic),
-            r"Own\.objective=.*DiagonalQuadratic.*: by_rows=True requires a Quadratic",
+            r"Custom\.objective=.*DiagonalQuadratic.*: by_rows=True requires a Quadratic",
         ),
         (
-            dataclass(frozen=True)(type("Own", (LikeOBC,), {"objective": DiagonalQuadratic})),
-            r"Own\.objective=.*DiagonalQuadratic.*: ranks_removals=True requires a Quadratic",
+            dataclass(frozen=True)(type("Custom", (LikeOBC,), {"objective": DiagonalQuadratic})),
+            r"Custom\.objective=.*DiagonalQuadratic.*: ranks_removals=True requires a Quadratic",
         ),
     ],
 )
-def test_a_class_that_declares_too_little_is_not_registered(cls, message):
+def test_a_class_with_an_invalid_declaration_is_not_registered(cls, message):
     with pytest.raises(MoonshotError, match=f"^{message}"):
-        register_solver("own")(cls)
-    assert "own" not in solver_names()
+        register_solver("custom")(cls)
+    assert "custom" not in solver_names()
 
 
-def test_a_name_is_taken_once():
+def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match=re.escape("solver 'obc' is already registered by OBC")):
         register_solver("obc")(LikeOBC)

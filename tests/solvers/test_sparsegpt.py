@@ -1,4 +1,4 @@
-"""SparseGPT with row-specific Hessians, and its shortcuts, against the dense float64 algorithm."""
+"""SparseGPT with row-specific Hessians and its factorisations against the dense float64 algorithm."""
 
 import math
 from itertools import combinations
@@ -35,7 +35,7 @@ def assert_same(result, expected, tolerance):
 
 
 def hard_layer(seed=0):
-    """Weights that barely feel a few strong gradients: L_F(0) is small, so the rows' Hessians are ill-conditioned."""
+    """Weights almost orthogonal to a few strong gradients: L_F(0) is small, so the row Hessians are ill-conditioned."""
     weight, gram, gradients = layer(16, 96, 12, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     directions = torch.linalg.qr(torch.randn(96, 3, generator=generator)).Q
@@ -70,7 +70,7 @@ def hard_layer(seed=0):
         ((1, 1, 1), 0.5, 0.0, 128),
     ],
 )
-def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_size, dense, monkeypatch):
+def test_results_equal_the_dense_algorithm(shape, lam, pattern, block_size, dense, monkeypatch):
     monkeypatch.setattr(sparsegpt, "DENSE_BELOW", math.inf if dense else 0)
     tensors = layer(*shape, seed=sum(shape))
     result = prune(tensors, lam, pattern, block_size=block_size)
@@ -80,8 +80,8 @@ def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_siz
 @PATTERNS
 @pytest.mark.parametrize("lam", [0.0, 0.1, 0.9, 1.0])
 @pytest.mark.parametrize("sizes", [(3, 4, 40, 12), (5, 1, 36, 4), (2, 3, 12, 30)])
-def test_grouped_rows_have_hessians_of_their_own(sizes, lam, pattern, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "STATE_BYTES", 4 * 4 * sizes[2] ** 2)  # n:m in several parts
+def test_grouped_rows_have_separate_hessians(sizes, lam, pattern, monkeypatch):
+    monkeypatch.setattr(sparsegpt, "STATE_BYTES", 4 * 4 * sizes[2] ** 2)  # splits n:m patterns
     tensors = grouped_layer(*sizes, seed=1, dead=(2,))
     assert_same(prune(tensors, lam, pattern), exact(tensors, lam, pattern), 2e-5)
 
@@ -90,14 +90,14 @@ def test_grouped_rows_have_hessians_of_their_own(sizes, lam, pattern, monkeypatc
     ("shape", "pattern", "block_size"),
     [((8, 200, 1), 0.6, 128), ((8, 200, 1), "2:4", 128), ((5, 37, 1), 0.5, 10), ((5, 42, 1), "3:7", 20)],
 )
-def test_lambda_one_is_the_single_objective_algorithm(shape, pattern, block_size):
+def test_lambda_one_equals_the_single_objective_algorithm(shape, pattern, block_size):
     tensors = layer(*shape, seed=5)
     result = prune(tensors[:2], 1.0, pattern, block_size=block_size)
     assert_same(result, exact(tensors, 1.0, pattern, block_size=block_size), 2e-5)
 
 
 @pytest.mark.parametrize("damping", [1e-3, 0.1, 1.0])
-def test_damping_is_that_of_the_formula(damping):
+def test_damping_follows_the_formula(damping):
     tensors = layer(8, 80, 6, seed=6)
     result = prune(tensors, 0.5, 0.6, damping=damping)
     assert_same(result, exact(tensors, 0.5, 0.6, damping=damping), 2e-5)
@@ -105,21 +105,21 @@ def test_damping_is_that_of_the_formula(damping):
 
 
 @PATTERNS
-def test_dead_inputs_are_left_out_as_in_the_dense_algorithm(pattern):
+def test_dead_inputs_are_excluded_as_in_the_dense_algorithm(pattern):
     tensors = layer(8, 140, 6, seed=7, dead=(0, 50, 139))
     assert_same(prune(tensors, 0.5, pattern), exact(tensors, 0.5, pattern), 2e-5)
 
 
-def test_many_samples_take_dense_rows_and_few_do_not(monkeypatch):
-    made = []
+def test_the_factorisation_depends_on_samples_and_lambda(monkeypatch):
+    factorisations = []
     for name in ("RowFactors", "LowRankFactors", "SharedFactor"):
         original = getattr(sparsegpt, name)
         monkeypatch.setattr(
-            sparsegpt, name, lambda *args, name=name, original=original: made.append(name) or original(*args)
+            sparsegpt, name, lambda *args, name=name, original=original: factorisations.append(name) or original(*args)
         )
     for samples, lam in ((40, 0.5), (4, 0.5), (4, 1.0)):
         prune(layer(4, 40, samples), lam, 0.5)
-    assert made == ["RowFactors", "LowRankFactors", "SharedFactor"]
+    assert factorisations == ["RowFactors", "LowRankFactors", "SharedFactor"]
 
 
 @LAMS
@@ -147,7 +147,7 @@ def test_rows_in_groups_and_slices_give_the_same_result(lam, pattern, dense, mon
         assert_same(prune(tensors, lam, pattern), (whole.weight, whole.keep), 1e-5)
 
 
-def test_only_rows_that_do_not_compete_are_split(monkeypatch):
+def test_only_independent_rows_are_split(monkeypatch):
     monkeypatch.setattr(sparsegpt, "STATE_BYTES", 1)
     tensors = layer(6, 64, 5)
     seen = []
@@ -161,7 +161,7 @@ def test_only_rows_that_do_not_compete_are_split(monkeypatch):
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9])
 @PATTERNS
-def test_single_precision_state_is_as_good_as_double(lam, pattern, monkeypatch):
+def test_float32_state_gives_the_float64_result(lam, pattern, monkeypatch):
     tensors = layer(12, 160, 10, seed=10)
     usual = prune(tensors, lam, pattern)
     monkeypatch.setattr(sparsegpt_factors, "SINGLE_CONDITION", 0)
@@ -172,7 +172,7 @@ def test_single_precision_state_is_as_good_as_double(lam, pattern, monkeypatch):
 @pytest.mark.parametrize("lam", [0.0, 0.05])
 @PATTERNS
 @pytest.mark.parametrize("dense", [False, True], ids=["low rank", "dense rows"])
-def test_ill_conditioned_rows_keep_four_digits(lam, pattern, dense, monkeypatch):
+def test_ill_conditioned_rows_are_accurate_to_four_digits(lam, pattern, dense, monkeypatch):
     monkeypatch.setattr(sparsegpt, "DENSE_BELOW", math.inf if dense else 0)
     tensors = hard_layer()
     hessians = reference.hessians(*(tensor.double() for tensor in tensors), lam)
@@ -185,7 +185,7 @@ def test_ill_conditioned_rows_keep_four_digits(lam, pattern, dense, monkeypatch)
 @pytest.mark.parametrize("lam", [0.5, 1.0])
 @PATTERNS
 @pytest.mark.parametrize(("share", "taken"), [(2e-2, 0.1), (0.2, 1.0)])
-def test_damping_grows_where_a_gram_is_not_definite_and_the_result_says_so(lam, pattern, share, taken):
+def test_damping_grows_for_an_indefinite_gram_and_is_reported(lam, pattern, share, taken):
     weight, gram, gradients = layer(6, 40, 5, seed=11)
     tensors = (weight, indefinite(gram, share), gradients)
     result = prune(tensors, lam, pattern)
@@ -194,7 +194,7 @@ def test_damping_grows_where_a_gram_is_not_definite_and_the_result_says_so(lam, 
     assert_same(result, exact(tensors, lam, pattern, damping=taken), 1e-4)
 
 
-def test_damping_grows_for_rows_whose_own_matrix_fails(monkeypatch):
+def test_damping_grows_for_rows_whose_factorisation_fails(monkeypatch):
     tensors = layer(6, 40, 5, seed=12)
     original, calls = sparsegpt_factors.check_factored, []
 
@@ -210,7 +210,7 @@ def test_damping_grows_for_rows_whose_own_matrix_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0])
-def test_a_hopeless_gram_is_an_error_that_says_what_was_tried(lam):
+def test_a_gram_beyond_damping_is_an_error_with_the_attempts(lam):
     weight, gram, gradients = layer(6, 40, 5, seed=13)
     before = weight.clone()
     with pytest.raises(FactorizationError, match=r"size 40 .*\[0\.01, 0\.1, 1\.0\]"):
@@ -219,7 +219,7 @@ def test_a_hopeless_gram_is_an_error_that_says_what_was_tried(lam):
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
-def test_tiny_rows_lie_between_the_optimum_and_their_masks_alone(lam):
+def test_losses_of_tiny_rows_are_between_the_optimum_and_the_mask_alone(lam):
     reached, masked = [], []
     for seed in range(8):
         tensors = layer(1, 4, 6, seed=seed)
@@ -238,6 +238,6 @@ def test_tiny_rows_lie_between_the_optimum_and_their_masks_alone(lam):
         reached.append(loss(result.weight[0].double()))
         masked.append(loss(dense * result.keep[0]))
         assert min(best) - 1e-9 <= reached[-1]
-    # Errors go right only, so that a single row may lose a little by it.
+    # Errors propagate to the right only, so a single row may be slightly worse than its mask.
     assert all(one <= 1.05 * other for one, other in zip(reached, masked, strict=True))
     assert sum(reached) <= 0.9 * sum(masked)
