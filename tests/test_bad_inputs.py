@@ -630,5 +630,5 @@ def test_values_that_are_no_numbers(tmp_path, capsys, option, value):
 def test_the_page_of_bad_inputs_says_what_the_tests_say():
     """`python tests/support/bad_inputs_page.py` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()
-    rows = [line for line in page().splitlines() if line.startswith("| `") and not line.endswith("| what it gets |")]
-    assert len(rows) >= 200 and f"What {len(rows)} wrong inputs get" in page()
+    rows = [line for line in page().splitlines() if line.startswith("| `") and not line.endswith("| message |")]
+    assert len(rows) >= 200 and f"messages for {len(rows)} wrong inputs" in page()

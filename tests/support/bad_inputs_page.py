@@ -1,4 +1,4 @@
-"""docs/bad-inputs.md, made of the tables in test_bad_inputs.py, so that it says what the tests say.
+"""docs/bad-inputs.md, generated from the tables in test_bad_inputs.py.
 
 python tests/support/bad_inputs_page.py writes it; the tests compare.
 """
@@ -12,15 +12,15 @@ PAGE = TESTS.parents[1] / "docs" / "bad-inputs.md"
 START = """\
 # Bad inputs
 
-What {count} wrong inputs get: one line with these words, as a `MoonshotError` in Python and after `error:` on the
-command line, without a traceback. The model stays as it was, and nothing is written. Each is a test in
-`tests/test_bad_inputs.py`, and this page is made of their tables by `python tests/support/bad_inputs_page.py`; a test
-compares.
+The error messages for {count} wrong inputs. Each is one line that contains these words, a `MoonshotError` in Python and
+after `error:` on the command line, without a traceback. The model stays unchanged, and nothing is written. Every row is
+a test in `tests/test_bad_inputs.py`; `python tests/support/bad_inputs_page.py` generates this page from their tables,
+and a test compares them.
 
 `WEIGHT` is 8×16, `GRAM` 16×16, `GRADIENTS` of 2 samples; `IDS` are two samples of 8 tokens, `keys_of(…)` a batch with
 these keys; `LONG` is a number of 400 digits. `config()` is Wanda to 2:4 with λ = 1, `HALF` the same with λ = 0.5, `OBC`
-its fields for that solver. `meta` puts a model, or a layer, on the meta device; `configured` writes a field of
-config.json, `changed` a file, `cut` shortens the weights. FILE is a file, LINK leads to nothing, and `TEXT` is
+its fields for that solver. `meta` moves a model or a layer to the meta device; `configured` writes a field of
+config.json, `changed` a file, `cut` truncates the weights. FILE is a file, LINK a broken symbolic link, and `TEXT`
 calibration on a text file.
 """
 
@@ -62,10 +62,10 @@ SECTIONS = [
      lambda p: (f"WEIGHT, GRAM, config={p[0]}, sparsities={p[1]}", _text(p[2]))),
     ("Sizes and whole numbers", "NUMBERS", "`MoonshotConfig(…)`", lambda p: (f"{_text(p[0])}={p[1]}", _text(p[2]))),
     ("Calibration data", "DATA", "`prune(…)`", _as_it_stands),
-    ("Losses of one's own", "LOSSES", "`prune(loss=…)`", _as_it_stands),
+    ("Custom losses", "LOSSES", "`prune(loss=…)`", _as_it_stands),
     ("Other arguments of a run", "ARGUMENTS", "of `prune` and `MoonshotConfig`", _as_it_stands),
     ("Models", "OBJECTS", "`MoonshotPruner(…)`", _as_it_stands),
-    ("Folders of models", "MODELS", "what is changed in one", _as_it_stands),
+    ("Folders of models", "MODELS", "a change in one", _as_it_stands),
     ("Where models are saved", "PLACES", "`save_pretrained(…)`", _as_it_stands),
     ("A run's report", "REPORTS", "`PruneReport.load`, a field", _field("run")),
     ("A layer in it", "LAYERS", "`PruneReport.load`, a field", _field("run", "layers[0].")),
@@ -114,7 +114,7 @@ def page():
     source = TESTS.read_text(encoding="utf-8")
     tree, lines, count = ast.parse(source), [], 0
     for title, table, head, cells in SECTIONS:
-        lines += [f"\n## {title}\n", f"| {head} | what it gets |", "|---|---|"]
+        lines += [f"\n## {title}\n", f"| {head} | message |", "|---|---|"]
         for parts in rows(tree, source, table):
             given, words = cells(parts)
             lines.append(f"| {_code(given)} | {_code(words)} |")
