@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import time
+from functools import partial
 from itertools import product
 
 import torch
@@ -24,10 +25,12 @@ from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.loss_allocation import LossCurve
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.pipeline.inputs import prepare
+from optimum_moonshot.pipeline.loop import run_pipeline, solve_parts
 from optimum_moonshot.pipeline.selection import Subject, select
-from optimum_moonshot.pipeline.statistics_source import StatisticsSource
 from optimum_moonshot.pipeline.variant import Variant
+from optimum_moonshot.progress import progress_bar
 from optimum_moonshot.results.store import ResultStore
+from optimum_moonshot.runs.layers import Pruning
 
 SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 
@@ -117,19 +120,32 @@ class Bench:
         selection = select(self.model, dataclasses.replace(config, lam=min(config.lam, 0.5)))
         subject = Subject(self.model, self.tokenizer, progress=False)
         prepared = prepare(subject, selection, str(DEMO / "calibration.txt"))
-        variant = Variant(selection, ResultStore(None, ""))
-        curves = {}
-        with frozen(self.model), torch.no_grad():
-            for layer, statistics in StatisticsSource(prepared, [variant]).layers():
-                weight, pruned = layer.matrix, []
-                objective = statistics.objective(weight, config.lam)
-                for sparsity in SIX:
-                    pruned.append(selection.solver.solve(objective, Unstructured(sparsity)).weight)
-                deltas = torch.stack([each - weight for each in [*pruned, torch.zeros_like(weight)]])
-                losses = tuple(statistics.gradients.losses(deltas).tolist())
-                curves[layer.name] = LossCurve(weight.numel(), (*SIX, 1.0), losses)
-        self.curves[config] = curves
-        return curves
+        with frozen(self.model), progress_bar(total=len(selection.layers), desc="six solves", shown=False) as bar:
+            task = SixSolves(prepared, config.lam, [Variant(selection, ResultStore(None, ""))], bar)
+            run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
+        self.curves[config] = task.curves
+        return task.curves
+
+
+class SixSolves(Pruning):
+    """Computes the curve of every layer, with the run's statistics, instead of pruning it."""
+
+    def __init__(self, prepared, lam: float, variants, bar):
+        super().__init__(prepared, variants, bar)
+        self.curves: dict[str, LossCurve] = {}
+        self.lam = lam
+
+    def lacks(self, layer) -> bool:
+        return layer.name not in self.curves
+
+    @torch.no_grad()
+    def solve(self, layer, statistics) -> None:
+        weight, solver = layer.matrix, self.prepared.selection.solver
+        objective = statistics.objective(weight, self.lam)
+        pruned = [solver.solve(objective, Unstructured(sparsity)).weight for sparsity in SIX]
+        deltas = torch.stack([each - weight for each in [*pruned, torch.zeros_like(weight)]])
+        losses = tuple(statistics.gradients.losses(deltas).tolist())
+        self.curves[layer.name] = LossCurve(weight.numel(), (*SIX, 1.0), losses)
 
 
 def show(results: dict) -> None:

@@ -28,7 +28,7 @@ import torch
 from common import parser, peak_above, random_layer, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import reference
 
 from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients

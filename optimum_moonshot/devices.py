@@ -77,7 +77,7 @@ def wait_for(device: torch.device) -> None:
 
 
 @contextmanager
-def own_random_numbers(device: torch.device | None = None) -> Iterator[None]:
+def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Restore torch's random state on exit: of the CPU, and of `device`, or of every GPU."""
     gpus = range(torch.cuda.device_count()) if device is None else [device] if is_gpu(device) else []
     with torch.random.fork_rng(devices=gpus):

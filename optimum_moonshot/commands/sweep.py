@@ -62,11 +62,11 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
 
 def sweep(args: argparse.Namespace) -> None:
     """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
-    from ..objective.patterns import own_sparsity
+    from ..objective.patterns import implies_sparsity
 
     started = time.perf_counter()
     import_modules(args.imports)
-    needed = any(not own_sparsity(pattern) for pattern in args.patterns)
+    needed = any(not implies_sparsity(pattern) for pattern in args.patterns)
     expect(not needed or bool(args.sparsities), Text("add {}", "sparsities"), field="patterns", value=args.patterns)
     several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1
     message = "give one pattern and one sparsity; the model with the best λ is saved"
@@ -127,11 +127,11 @@ def _sweep(
 
 def _config(args: argparse.Namespace, seed: int) -> "MoonshotConfig":
     """The configuration that the variants of a seed share; checks all variants before anything is loaded."""
-    from ..objective.patterns import own_sparsity
+    from ..objective.patterns import implies_sparsity
     from ..runs.variants import combinations
 
     single = {"seed": seed, "pattern": args.patterns[0]}
-    if not own_sparsity(args.patterns[0]):
+    if not implies_sparsity(args.patterns[0]):
         single["sparsity"] = args.sparsities[0]
     config = make_config(argparse.Namespace(**{**vars(args), **single}))
     with usage_errors():

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerState, set_seed
 
 from ..config import MoonshotConfig
 from ..data.sources import open_source
-from ..devices import own_random_numbers
+from ..devices import preserved_random_state
 from ..errors import MoonshotError, Text, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.layers import PrunableLayer, adapted_layers
@@ -163,7 +163,7 @@ class MoonshotCallback(TrainerCallback):
         config = replace(self.config, sparsity=self.schedule[state.global_step])
         calibration = self.calibration
         seed = (config.seed + state.global_step) % 2**32
-        with self._detached_on_failure(), own_random_state(seed), _without_autocast(model):
+        with self._detached_on_failure(), seeded_random_state(seed), _without_autocast(model):
             if calibration is None:
                 calibration = training_inputs(kwargs["train_dataloader"], config.batch_size, seed)
             pruner = MoonshotPruner(model, config, kwargs.get("processing_class"))
@@ -269,11 +269,11 @@ def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
 
 
 @contextmanager
-def own_random_state(seed: int) -> Iterator[None]:
+def seeded_random_state(seed: int) -> Iterator[None]:
     """Seed all random number generators, and restore their states at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with own_random_numbers():
+        with preserved_random_state():
             set_seed(seed)
             yield
     finally:

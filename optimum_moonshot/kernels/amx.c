@@ -169,7 +169,7 @@ INLINE void unpack_tiles(strip *s, int64_t from, char *tiles, const int dtype) {
 static void find_lines(strip *s, int64_t from) {
     const packed_matrix *w = s->w;
     const int64_t bytes = (w->d_in + 7) / 8, rows = s->last - s->first;
-    const int64_t all = 2 * s->columns, found = w->stored / w->d_out * all / w->d_in, usual = found < all ? found : all;
+    const int64_t all = 2 * s->columns, mean = w->stored / w->d_out * all / w->d_in, usual = mean < all ? mean : all;
     int64_t row = from + PANEL, start = s->start;
     if (row >= rows) { /* the next strip of the first panel, or the next rows */
         start += s->columns;
@@ -301,17 +301,17 @@ INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sum
 
 INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int dtype) {
     char tiles[PLANES * BLOCKS * 2 * TILE] __attribute__((aligned(64)));
-    float own[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
+    float local[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
     /* With many rows of x, several panels use a strip of x while it is in the cache; their sums are then in memory. */
     void *many = NULL;
-    if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof own)) many = NULL;
+    if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof local)) many = NULL;
     const int64_t group = many ? GROUP * PANEL : PANEL;
     strip s = {.w = w};
     memset(tiles, 0, sizeof tiles);
     configure(64);
     for (s.first = first; s.first < last; s.first = s.last) {
         s.last = last - s.first < group ? last : s.first + group;
-        multiply_group(&s, job, tiles, many ? many : own, dtype);
+        multiply_group(&s, job, tiles, many ? many : local, dtype);
     }
     _tile_release();
     free(many);

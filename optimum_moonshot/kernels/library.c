@@ -34,33 +34,33 @@ static int may_use_tiles(void) {
 }
 
 /* Bits for avx2, avx512, vbmi2 and amx: supported by the CPU, and saved by the operating system at context switches. */
-static int found_sets(void) {
-    unsigned a, b, c, d, b7, c7, d7, a71 = 0, found = 0;
+static int supported_sets(void) {
+    unsigned a, b, c, d, b7, c7, d7, a71 = 0, sets = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
     const unsigned base = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
     if ((c & base) != base || (enabled_state() & 6) != 6) return 0;
     if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return 0;
     if ((b7 & (1u << 3 | 1u << 5)) != (1u << 3 | 1u << 5)) return 0; /* BMI, AVX2 */
-    found = 1;
+    sets = 1;
     const unsigned wide = 1u << 16 | 1u << 30 | 1u << 31; /* AVX-512 F, BW, VL */
-    if ((b7 & wide) != wide || (enabled_state() & 0xe6) != 0xe6) return (int)found;
-    found |= 2;
+    if ((b7 & wide) != wide || (enabled_state() & 0xe6) != 0xe6) return (int)sets;
+    sets |= 2;
     if (a >= 1) {
         unsigned b1, c1, d1;
         __get_cpuid_count(7, 1, &a71, &b1, &c1, &d1);
     }
-    if (!(c7 & 1u << 6)) return (int)found; /* VBMI2 */
-    found |= 4;
+    if (!(c7 & 1u << 6)) return (int)sets; /* VBMI2 */
+    sets |= 4;
     const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BF16 */
-    if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) found |= 8;
-    return (int)found;
+    if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) sets |= 8;
+    return (int)sets;
 }
 #endif
 
 /* From slowest to fastest; each uses the kernels of its base for dtypes that it does not implement. */
 static const struct instruction_set {
     const char *name;
-    const kernels *own;
+    const kernels *table;
     const struct instruction_set *base;
     int needs, many; /* many: only for several rows of inputs */
 } sets[] = {
@@ -79,11 +79,11 @@ enum { SETS = sizeof sets / sizeof *sets };
 static kernels one_row, many_rows;
 
 static int usable(int set) {
-    int found = 0;
+    int detected = 0;
 #if defined(__x86_64__)
-    found = found_sets();
+    detected = supported_sets();
 #endif
-    return (sets[set].needs & found) == sets[set].needs && (*sets[set].own)[BF16].multiply;
+    return (sets[set].needs & detected) == sets[set].needs && (*sets[set].table)[BF16].multiply;
 }
 
 static void fill_shuffles(void) {
@@ -115,11 +115,11 @@ PUBLIC int moonshot_use(const char *name) {
         if ((name && strcmp(name, sets[set].name)) || !usable(set)) continue;
         for (int dtype = 0; dtype < DTYPES; dtype++) {
             const struct instruction_set *many = &sets[set], *one;
-            while (!(*many->own)[dtype].multiply) many = many->base;
+            while (!(*many->table)[dtype].multiply) many = many->base;
             for (one = many; one->many;) one = one->base;
-            while (!(*one->own)[dtype].multiply) one = one->base;
-            many_rows[dtype] = (*many->own)[dtype];
-            one_row[dtype] = (*one->own)[dtype];
+            while (!(*one->table)[dtype].multiply) one = one->base;
+            many_rows[dtype] = (*many->table)[dtype];
+            one_row[dtype] = (*one->table)[dtype];
         }
         fill_shuffles();
         return 0;
@@ -205,12 +205,12 @@ static void run(task *t, int threads) {
 static int all_finite(const void *x, int64_t count, int dtype) {
     static const uint32_t exponents[] = {[BF16] = 0x7f80, [F16] = 0x7c00, [F32] = 0x7f800000};
     const uint32_t exponent = exponents[dtype];
-    int found = 0;
+    int special = 0;
     if (dtype == F32)
-        for (int64_t i = 0; i < count; i++) found |= (((const uint32_t *)x)[i] & exponent) == exponent;
+        for (int64_t i = 0; i < count; i++) special |= (((const uint32_t *)x)[i] & exponent) == exponent;
     else
-        for (int64_t i = 0; i < count; i++) found |= (((const uint16_t *)x)[i] & exponent) == exponent;
-    return !found;
+        for (int64_t i = 0; i < count; i++) special |= (((const uint16_t *)x)[i] & exponent) == exponent;
+    return !special;
 }
 
 /* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype. Returns 0, or -1 if out of memory. */

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..errors import MoonshotError, Text, require
-from .patterns import NM, MixedNM, Pattern, Unstructured, own_sparsity, parse_pattern
+from .patterns import NM, MixedNM, Pattern, Unstructured, implies_sparsity, parse_pattern
 
 METHODS = ("uniform", "owl", "alpha", "fisher")
 NEEDING_DATA = ("owl", "fisher")  # with any solver
@@ -80,7 +80,7 @@ def parse_rules(rules: dict[str, Any]) -> dict[str, Pattern]:
             raise MoonshotError(f"{key!r} is not a regular expression ({error})", field="allocation") from None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         entry, usage = f"allocation[{key!r}]", 'give a sparsity between 0 and 1, or "n:m"'
-        require((number and 0 <= value <= 1) or own_sparsity(value), usage, field=entry, value=value)
+        require((number and 0 <= value <= 1) or implies_sparsity(value), usage, field=entry, value=value)
         try:
             parsed[key] = Unstructured(float(value)) if number else cast(Pattern, parse_pattern(value, None))
         except MoonshotError as error:

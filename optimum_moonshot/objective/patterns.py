@@ -300,7 +300,7 @@ def kth_smallest(values: Tensor, count: int) -> Tensor:
     return values.kthvalue(count, dim=-1, keepdim=True).values
 
 
-def own_sparsity(pattern: object) -> bool:
+def implies_sparsity(pattern: object) -> bool:
     """Whether a pattern implies its sparsity, as "2:4" does and "n:4" does not."""
     return isinstance(pattern, str) and ":" in pattern and not pattern.startswith("n:")
 

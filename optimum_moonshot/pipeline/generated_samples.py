@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from ..data.batches import digest
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, window_length
-from ..devices import is_out_of_memory, own_random_numbers, release_unused
+from ..devices import is_out_of_memory, preserved_random_state, release_unused
 from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import frozen, model_device
 from ..model.layers import onloaded_in_turn, visited
@@ -131,7 +131,7 @@ def write_samples(
     written: list[Tensor] = []
     done, size = 0, source.batch_size
     bar = progress_bar(total=count * length, desc="writing samples", unit="token", shown=progress)
-    with bar, own_random_numbers(device):
+    with bar, preserved_random_state(device):
         while done < count:
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
             forced = Beginnings([next(order) for _ in range(min(size, count - done))], order, ends, bar.update)

@@ -18,7 +18,7 @@ from torch import nn
 from ..config import MoonshotConfig
 from ..errors import Text, require
 from ..model.calls import frozen
-from ..objective.patterns import Experts, own_sparsity
+from ..objective.patterns import Experts, implies_sparsity
 from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.model_pipeline import ModelPipeline
@@ -61,7 +61,7 @@ def combinations(
         kind = "strings" if name == "patterns" else "numbers"
         require(plain, f"give a list of {kind}", field=name, value=list(values))
         require(len(set(values)) == len(values), "a value is given twice", field=name, value=list(values))
-    settings = [(p, s) for p in patterns for s in ((None,) if own_sparsity(p) else numbers)]
+    settings = [(p, s) for p in patterns for s in ((None,) if implies_sparsity(p) else numbers)]
     return [
         dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
         for (pattern, sparsity), lam in itertools.product(settings, lambdas)

@@ -15,7 +15,7 @@ from tiny_mixtures import same
 from training_runs import CONFIG, HALF, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
+from optimum_moonshot.integrations.trainer import labelled, seeded_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
 
 
@@ -150,18 +150,18 @@ def test_pruning_keeps_the_random_state(tmp_path):
     assert same(plain, touched)
 
 
-def test_own_random_state_isolates_every_generator():
+def test_seeded_random_state_isolates_every_generator():
     def draw():
         return torch.rand(2).tolist(), random.random(), np.random.rand()
 
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = draw()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    with pytest.raises(KeyError), own_random_state(7):
+    with pytest.raises(KeyError), seeded_random_state(7):
         first = draw()
         raise KeyError
     assert draw() == expected
-    with own_random_state(7):
+    with seeded_random_state(7):
         assert draw() == first
 
 
