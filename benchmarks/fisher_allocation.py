@@ -110,9 +110,17 @@ class Bench:
         started = time.process_time()
         report = pruner.prune(str(DEMO / "calibration.txt"), progress=False)
         seconds, value = time.process_time() - started, self.measure(pruner.model)
-        asked = {layer.name: layer.target_sparsity for layer in report.layers} if config.allocation == "fisher" else {}
+        targets = (
+            {layer.name: layer.target_sparsity for layer in report.layers} if config.allocation == "fisher" else {}
+        )
         excess = math.log(value / self.dense)
-        return {"perplexity": value, "excess": excess, "seconds": seconds, "sparsity": report.sparsity, "asked": asked}
+        return {
+            "perplexity": value,
+            "excess": excess,
+            "seconds": seconds,
+            "sparsity": report.sparsity,
+            "targets": targets,
+        }
 
     def six_curves(self, config: MoonshotConfig) -> dict[str, LossCurve]:
         if config in self.curves:

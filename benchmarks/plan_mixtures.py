@@ -32,9 +32,9 @@ def main() -> None:
     for name, config in MODELS.items():
         for lam, offload in itertools.product((1.0, 0.5), (None, "disk")):
             started = time.perf_counter()
-            asked = MoonshotConfig(sparsity=0.5, lam=lam, num_samples=128, sequence_length=2048, offload_dir="offload")
+            method = MoonshotConfig(sparsity=0.5, lam=lam, num_samples=128, sequence_length=2048, offload_dir="offload")
             machine = {"device_memory": DEVICE, "host_memory": HOST}
-            plan = MoonshotPruner.plan_for(config, asked, **machine, offload=offload)
+            plan = MoonshotPruner.plan_for(config, method, **machine, offload=offload)
             key = f"{name} λ={lam:g}" + ("" if offload is None else f", layers on {offload}")
             print(f"\n{key}\n{plan}", flush=True)
             results[key] = {**plan.to_dict(), "took": time.perf_counter() - started}

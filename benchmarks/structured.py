@@ -30,10 +30,10 @@ COLUMNS = [*(f"{share:g}" for share in SHARES), SINGLE]
 def choices(run, layer, lambdas: list[float]):
     """((method, column), configuration) compared on one layer."""
     group = run.patterns[layer.name].group
-    asked = [(f"{share:g}", share, group) for share in SHARES]
+    columns = [(f"{share:g}", share, group) for share in SHARES]
     if group > 1:
-        asked.append((SINGLE, 0.2, run.model.config.head_dim))
-    for column, share, size in asked:
+        columns.append((SINGLE, 0.2, run.model.config.head_dim))
+    for column, share, size in columns:
         for solver in ("magnitude", "wanda", "osscar"):
             for lam in (1.0, *lambdas) if solver != "magnitude" else (None,):
                 name = solver if lam is None else f"{solver} λ={lam:g}"

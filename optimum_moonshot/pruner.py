@@ -17,7 +17,7 @@ from .config import MoonshotConfig
 from .errors import MoonshotError, require
 from .pipeline.run_context import run_context
 from .pipeline.selection import Subject
-from .planning.build_spec import Room
+from .planning.build_spec import MachineMemory
 from .planning.plan import make_plan
 from .runs.prune import prune_model, rotate_model
 from .runs.record import compact_pruned, note_rotation
@@ -175,9 +175,9 @@ class MoonshotPruner:
             MoonshotError: any error that `prune` raises before its first layer, or a model without known inputs.
         """
         data = self.config.calibration if calibration is None else calibration
-        room, resumes = Room.of(device_memory, host_memory), resume_dir is not None
+        memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
         with self._run(loss, None, False, alone=True) as subject:
-            return make_plan(subject, self._config, data, forward, resumes, room)
+            return make_plan(subject, self._config, data, forward, resumes, memory)
 
     @classmethod
     def plan_for(
@@ -206,9 +206,10 @@ class MoonshotPruner:
             MoonshotError: as `plan`, or the configuration names no model.
             OSError: there is no such model.
         """
-        pruner, room = cls(load_meta(name_or_config, offload, options), config), Room.of(device_memory, host_memory)
+        pruner = cls(load_meta(name_or_config, offload, options), config)
+        memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
         with pruner._run(None, None, False, alone=True) as subject:
-            return make_plan(subject, config, config.calibration, None, resume_dir is not None, room, offload)
+            return make_plan(subject, config, config.calibration, None, resumes, memory, offload)
 
     def rotate(
         self,

@@ -65,7 +65,7 @@ class OnloadCount:
 
 
 @pytest.fixture
-def brought(monkeypatch):
+def onloads(monkeypatch):
     """Count the blocks that are onloaded at once."""
     counter, onload, clear = OnloadCount(), Offloaded._onload, Offloaded._clear
 

@@ -142,4 +142,4 @@ def _mixed_patterns(curves: dict[str, LossCurve], pattern: MixedNM) -> tuple[dic
         by_sparsity.setdefault(each.sparsity, []).append("dense" if not each.sparsity else str(each))
     counts = ", ".join(f"{len(names)} layers {names[0]}" for _, names in sorted(by_sparsity.items()))
     one_n = "; " + ONE_N if any(curve.experts for curve in curves.values()) else ""
-    return patterns, f"Fisher allocation: {counts}; sparsity {total:.6f} of {pattern.sparsity:g} asked{one_n}"
+    return patterns, f"Fisher allocation: {counts}; sparsity {total:.6f}, target {pattern.sparsity:g}{one_n}"

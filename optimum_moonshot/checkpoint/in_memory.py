@@ -43,7 +43,7 @@ def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, 
     if runtime in ("packed", "auto"):
         return _pack(model, runtime, layers)
     _unpack_all(model)
-    chosen = note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}asked for" for name in layers})
+    chosen = note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
     return chosen if runtime == "dense" else use_semi_structured(model, batch_shape, layers)
 
 

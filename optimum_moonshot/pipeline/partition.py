@@ -39,18 +39,18 @@ def partition(layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int
 
     A part may use half of the memory; the other half is for the solver.
     """
-    room = memory // 2
-    sizes = [resident_bytes(layer, spec, room, processes) for layer in layers]
+    budget = memory // 2
+    sizes = [resident_bytes(layer, spec, budget, processes) for layer in layers]
     parts: list[Part] = []
     first = 0
     while first < len(layers):
         end, used = first + 1, sizes[first]
-        while end < len(layers) and used + sizes[end] <= room:
+        while end < len(layers) and used + sizes[end] <= budget:
             used += sizes[end]
             end += 1
         together = tuple(layers[first:end])
-        slices = spec.slices(layers[first], used, room) if used > room else ()
-        owners = layer_owners(together, spec, room, processes) if processes > 1 else (0,) * len(together)
+        slices = spec.slices(layers[first], used, budget) if used > budget else ()
+        owners = layer_owners(together, spec, budget, processes) if processes > 1 else (0,) * len(together)
         parts.append(Part(together, owners, slices, tuple(sizes[first:end])))
         first = end
     return parts
@@ -70,7 +70,7 @@ def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, 
     return None, (slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each)
 
 
-def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, room: int, processes: int) -> int:
+def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int) -> int:
     """Bytes of a layer's statistics in a process, on average where several processes have some samples each.
 
     Such a process has its samples of every layer, and all samples of the layers that it solves: twice its shard. A
@@ -79,19 +79,21 @@ def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, room: int, proces
     whole = spec.bytes_of(layer)
     if processes <= 2 or spec.diagonal or not spec.needs_gradients(layer) or spec.plan(layer).column_block is not None:
         return whole
-    if whole > room and not (_has_experts(layer) or shards_rows(layer, spec, processes)):
+    if whole > budget and not (_has_experts(layer) or shards_rows(layer, spec, processes)):
         return whole
     inputs = spec.gram_bytes(layer)
     return inputs + 2 * (whole - inputs) // processes
 
 
-def layer_owners(layers: Sequence[PrunableLayer], spec: StatisticsSpec, room: int, processes: int) -> tuple[Owner, ...]:
+def layer_owners(
+    layers: Sequence[PrunableLayer], spec: StatisticsSpec, budget: int, processes: int
+) -> tuple[Owner, ...]:
     """Who of several processes solves each layer; a matrix whose statistics exceed one process is always sharded."""
 
     def cost(layer: PrunableLayer) -> float:
         whole = spec.bytes_of(layer)
-        exceeds = shards_rows(layer, spec, processes) and whole > room
-        exceeds = exceeds and whole > resident_bytes(layer, spec, room, processes)
+        exceeds = shards_rows(layer, spec, processes) and whole > budget
+        exceeds = exceeds and whole > resident_bytes(layer, spec, budget, processes)
         return inf if exceeds else spec.cost(layer)
 
     whole = [layer for layer in layers if not _has_experts(layer)]

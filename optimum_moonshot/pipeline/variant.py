@@ -110,7 +110,7 @@ class Variant:
             layers,
             seconds,
             self.notes,
-            None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was brought",
+            None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was onloaded",
             {
                 "skipped": {**structure.skipped, **self.skipped},
                 "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once

@@ -28,14 +28,14 @@ NO_ACTIVATIONS = "activations are not in the figures, since the model cannot run
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class MachineMemory:
     """The memory that a plan assumes; None is that of this machine."""
 
     device: int | None = None  # bytes of the device in total, including the model
     host: int | None = None  # bytes of host memory that are free
 
     @classmethod
-    def of(cls, device_memory: int | str | None, host_memory: int | str | None) -> "Room | None":
+    def of(cls, device_memory: int | str | None, host_memory: int | str | None) -> "MachineMemory | None":
         """The sizes of another machine, in bytes or as text; None if neither is given."""
         sizes = {"device_memory": device_memory, "host_memory": host_memory}
         numbers = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
@@ -48,7 +48,7 @@ def build_spec(
     batches: list[Batch],
     forward: Forward | None,
     resumes: bool,
-    room: Room,
+    machine: MachineMemory,
     offloaded: OffloadedBlocks | None,
 ) -> tuple[RunSpec, CalibrationData]:
     """The run, and the data in its batches, with notes for the plan.
@@ -63,7 +63,7 @@ def build_spec(
         data, sequences = with_room(load_calibration(batches, None, **options), selection, model), None
         if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-    device, free = _free(model, room, offloaded)
+    device, free = _free(model, machine, offloaded)
     sizes = tuple(map(batch_size, data.batches))
     largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
     try:
@@ -109,19 +109,19 @@ def _tested(subject: Subject, selection: Selection, batches: list[Batch]) -> tup
 
 
 def _free(
-    model: nn.Module, room: Room, offloaded: OffloadedBlocks | None
+    model: nn.Module, machine: MachineMemory, offloaded: OffloadedBlocks | None
 ) -> tuple[torch.device, dict[torch.device, int]]:
     """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
     device = model_device(model)
     meta = device.type == "meta"
     if meta:
-        device = CPU if room.device is None else torch.device("cuda")
+        device = CPU if machine.device is None else torch.device("cuda")
     resident = module_bytes(model) - (offloaded.total if offloaded else 0)
     free = free_memory(CPU if meta else device)
-    host = free[CPU] if room.host is None else room.host
-    on_device = free.get(device, 0) if room.device is None else room.device - resident
+    host = free[CPU] if machine.host is None else machine.host
+    on_device = free.get(device, 0) if machine.device is None else machine.device - resident
     if device.type == "cpu":
-        if room.device is None:
+        if machine.device is None:
             on_device = host - resident if meta else host
         return device, {device: max(0, on_device)}
     if meta and offloaded is not None and offloaded.place == "cpu":

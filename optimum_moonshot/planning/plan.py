@@ -18,7 +18,7 @@ from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
 from ..pipeline.selection import Subject, select
 from ..reports.plan import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
-from .build_spec import Room, build_spec, example_batches, is_given
+from .build_spec import MachineMemory, build_spec, example_batches, is_given
 from .memory import MemoryTrace, Visit, count_blocks
 from .phases import allocation, recovery, rotation, saving, writing
 from .run_spec import RunSpec, module_bytes, offloaded_blocks
@@ -35,7 +35,7 @@ def make_plan(
     calibration: Any,
     forward: Forward | None = None,
     resumes: bool = False,
-    room: Room | None = None,
+    machine: MachineMemory | None = None,
     offload: str | None = None,
 ) -> Plan:
     """Plan a run.
@@ -46,7 +46,7 @@ def make_plan(
         calibration: batches of model inputs; anything else counts as text, or images, of full length.
         forward: (model, inputs) → output, or None for a plain call.
         resumes: whether the results of the run are written to a folder.
-        room: memory of another machine; None is this one.
+        machine: memory of another machine; None is this one.
         offload: "cpu" or "disk", where the blocks of a model without weights would be offloaded to.
 
     Raises:
@@ -55,7 +55,7 @@ def make_plan(
     message = "it has no plan; its statistics are a few numbers"
     require(config.pattern != Experts.kind, message, field="pattern", value=Experts.kind)
     model, device = subject.model, model_device(subject.model)
-    weights, started, limits = device.type != "meta", clock(device), room or Room()
+    weights, started, limits = device.type != "meta", clock(device), machine or MachineMemory()
     selection = select(model, config)
     offloaded = offloaded_blocks(selection.structure, offload, limits.device is None and not is_gpu(device))
     batches = example_batches(subject, selection, calibration)
@@ -65,7 +65,7 @@ def make_plan(
         trace.add("reading text", HOST, TEXT_BYTES if "input_ids" in batches[0] and not is_given(calibration) else 0)
         visits = _count(trace, model)
         ready = clock(device) - started
-        seconds = measure(subject, run, data, ready) if weights and room is None else None
+        seconds = measure(subject, run, data, ready) if weights and machine is None else None
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     places = [*dict.fromkeys([str(run.device), *free]), DISK]
     peaks = peaks_of(trace.snapshots, places)
@@ -149,7 +149,7 @@ def _model_overflows(
     if limit is not None and size > limit:
         places = '"disk"' if run.device.type == "cpu" else '"cpu" or "disk"'
         hint = "a narrower dtype, or a larger device"
-        hint += "" if offloaded else f"; or its layers elsewhere: offload={places}"
+        hint += "" if offloaded else f"; or offload its layers: offload={places}"
         overflows.append(Overflow(device, "loading", "the model", size, limit, hint))
     if offloaded is not None and offloaded.place == HOST and host_limit and offloaded.total > host_limit:
         layers = "the model's layers"

@@ -29,7 +29,7 @@ def packing_verdict(
     `packed_bytes`, `dtype` and `device` are those of the weight in memory.
     """
     if runtime == "packed":
-        return Verdict(True, "asked for")
+        return Verdict(True, "requested")
     d_out, d_in = layer.matrix
     ratio = packed_bytes / (d_out * d_in * dtype.itemsize)
     return layer.codec.decoding(layer.matrix, layer.nm, ratio, dtype, device)

@@ -240,7 +240,7 @@ def test_n_is_chosen_for_every_layer(solver):
         groups = (model.get_submodule(layer.name).weight.view(-1, 4) != 0).sum(1)
         assert 1 <= pattern.n <= 4 and bool((groups <= pattern.n).all())
         assert layer.sparsity == pytest.approx(pattern.sparsity, abs=1e-9)
-    assert any("Fisher allocation" in note and "asked" in note for note in report.notes)
+    assert any("Fisher allocation" in note and "target" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])

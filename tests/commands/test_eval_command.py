@@ -106,7 +106,7 @@ def test_a_pruned_model_is_measured_in_each_runtime(data, tmp_path, capsys, runt
     assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-3)
     dense, packed, auto = runtimes
     assert dense is None and packed.keys() == auto.keys()
-    assert sum(what.startswith("packed: asked for") for what in packed.values()) > len(packed) / 2
+    assert sum(what.startswith("packed: requested") for what in packed.values()) > len(packed) / 2
     assert all(what.startswith("dense: ") for what in auto.values())  # they are too small to be faster
 
 

@@ -6,6 +6,7 @@ import sys
 import huggingface_hub.utils as hub
 import pytest
 from models import make, token_batches
+from tqdm import std
 from transformers.utils import logging
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
@@ -45,7 +46,8 @@ def test_a_log_has_no_bars(written):
 
 
 def test_a_notebook_has_widgets(written, monkeypatch):
-    monkeypatch.setattr(progress_module, "_in_notebook", lambda: True)
+    widget = type("Widget", (std.tqdm,), {"__module__": "tqdm.notebook"})  # the choice of tqdm.auto in a notebook
+    monkeypatch.setattr(progress_module, "tqdm", widget)
     assert "counting" in written(io.StringIO)
 
 

@@ -47,7 +47,7 @@ def test_every_architecture(name, tmp_path):
     make(name).save_pretrained(tmp_path / "dense")
     in_memory, on_disk = both(tmp_path / "dense", tmp_path, lam=0.9)
     assert is_offloaded(on_disk.model) and not is_offloaded(in_memory.model)
-    assert on_disk.report.notes == [*in_memory.report.notes, "blocks stayed on disk: one at a time was brought"]
+    assert on_disk.report.notes == [*in_memory.report.notes, "blocks stayed on disk: one at a time was onloaded"]
     for format in ("dense", "packed"):
         for pruner, folder in ((in_memory, "a"), (on_disk, "b")):
             pruner.save_pretrained(tmp_path / folder / format, format=format)
@@ -88,13 +88,13 @@ def test_padded_samples_that_cannot_be_separated(tmp_path):
 
 @pytest.mark.parametrize(("lam", "times"), [(1.0, 2), (0.9, 3)])
 def test_every_weight_is_read_a_fixed_number_of_times_and_one_layer_is_onloaded(
-    lam, times, llama, brought, monkeypatch
+    lam, times, llama, onloads, monkeypatch
 ):
     monkeypatch.setattr(Offloaded, "read", 0)
     pruner = offloaded(llama, lam=lam)
     pruner.prune(token_batches(), progress=False)
     inside = sum(p.nbytes for _, block in find_blocks(make("llama")) for p in block.parameters())
-    assert Offloaded.read == times * inside and brought.most == 1 and not brought.present
+    assert Offloaded.read == times * inside and onloads.most == 1 and not onloads.present
 
 
 def test_the_model_runs_after_a_failed_and_after_a_completed_run(llama, monkeypatch, tmp_path):

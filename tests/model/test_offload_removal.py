@@ -16,7 +16,7 @@ REMOVED = {"pattern": "experts", "solver": "reap", "sparsity": 0.25, "lam": 0.5}
 
 
 @pytest.mark.parametrize("name", slow_but({"mixtral"}, FAMILIES))
-def test_experts_are_removed_from_layers_on_disk(name, tmp_path, brought):
+def test_experts_are_removed_from_layers_on_disk(name, tmp_path, onloads):
     ids, dense, outputs = torch.arange(10)[None], tmp_path / "dense", []
     settled(model_of(name)).save_pretrained(dense)
     for place in (None, "disk"):
@@ -27,7 +27,7 @@ def test_experts_are_removed_from_layers_on_disk(name, tmp_path, brought):
         outputs.append((pruner.model(ids, use_cache=False).logits, loaded(ids, use_cache=False).logits))
     assert all(torch.equal(logits, outputs[0][0]) for logits in (*outputs[0], *outputs[1]))
     assert_equal(tmp_path / "disk", tmp_path / "None")
-    assert brought.most == 1 and all(p.is_meta for _, block in find_blocks(pruner.model) for p in block.parameters())
+    assert onloads.most == 1 and all(p.is_meta for _, block in find_blocks(pruner.model) for p in block.parameters())
 
 
 def test_a_failed_removal_on_disk_restores_all_experts(tmp_path, monkeypatch):

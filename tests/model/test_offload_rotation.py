@@ -54,16 +54,16 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("name", slow_but(FEW, CAUSAL))
-def test_offloading_gives_the_same_basis_with_one_layer_onloaded(name, tmp_path, brought):
+def test_offloading_gives_the_same_basis_with_one_layer_onloaded(name, tmp_path, onloads):
     shaken(name).save_pretrained(tmp_path / "dense")
     expected = pruned(tmp_path / "dense", None, tmp_path / "memory")
     assert_same(pruned(tmp_path / "dense", "disk", tmp_path / "disk"), expected)
-    assert brought.most == 1
+    assert onloads.most == 1
     assert name not in FEW or not isinstance(expected, str)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "bloom"])
-def test_offloading_gives_the_same_spaces_and_structured_groups(name, tmp_path, brought):
+def test_offloading_gives_the_same_spaces_and_structured_groups(name, tmp_path, onloads):
     shaken(name).save_pretrained(tmp_path)
     structures = []
     for place in (None, "disk"):
@@ -79,7 +79,7 @@ def test_offloading_gives_the_same_spaces_and_structured_groups(name, tmp_path, 
         structures.append(
             (str((places, foldings, refused, why)), {name: unit.columns.tolist() for name, unit in units.items()})
         )
-    assert structures[1] == structures[0] and brought.most == 1
+    assert structures[1] == structures[0] and onloads.most == 1
     assert is_offloaded(model) and all(p.is_meta for _, block in find_blocks(model) for p in block.parameters())
 
 
@@ -138,7 +138,7 @@ def runs(model):
     return True
 
 
-def test_self_calibration_samples_do_not_depend_on_offloading(tmp_path, brought):
+def test_self_calibration_samples_do_not_depend_on_offloading(tmp_path, onloads):
     shaken("llama").save_pretrained(tmp_path)
     source, digests = SelfCalibration(), []
     for place in (None, "disk"):
@@ -146,7 +146,7 @@ def test_self_calibration_samples_do_not_depend_on_offloading(tmp_path, brought)
             tmp_path, MoonshotConfig(**{**OPTIONS, "solver": "wanda"}), offload=place
         )
         digests.append(pruner.prune(source, progress=False).calibration["digest"])
-    assert digests[0] == digests[1] and brought.most == 1
+    assert digests[0] == digests[1] and onloads.most == 1
 
 
 @pytest.mark.slow
@@ -157,12 +157,12 @@ def test_self_calibration_samples_do_not_depend_on_offloading(tmp_path, brought)
         ("sweep", "--lambdas", "0.5", "1", "--patterns", "2:4", "--save"),
     ],
 )
-def test_commands_keep_layers_on_disk(command, tmp_path, brought):
+def test_commands_keep_layers_on_disk(command, tmp_path, onloads):
     arguments = [command[0], str(DEMO), "--calibration", str(DEMO / "calibration.txt"), "--num-samples", "4"]
     arguments += ["--sequence-length", "32", *command[1:]]
     for name, place in (("memory", []), ("disk", ["--offload", "disk"])):
         main([*arguments, "--output", str(tmp_path / name), *place])
-        assert brought.most == (1 if place else 0)
+        assert onloads.most == (1 if place else 0)
     files = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
     assert_same(*(load_file(path) for (path,) in files))
 

@@ -45,7 +45,7 @@ def test_packed_in_memory_and_back(name, settings):
         assert all("experts" in layer or "lm_head" in layer or "k_proj" in layer for layer in others)
         assert pruner.to_runtime("packed") == {**chosen}  # idempotent
         done = pruner.to_runtime("dense")
-        assert not held(model) and set(done.values()) == {"dense: asked for"}
+        assert not held(model) and set(done.values()) == {"dense: requested"}
         assert_state(model, before)
         assert not model.is_quantized and "save_pretrained" not in vars(model)
         assert all(parameter.requires_grad for parameter in model.parameters())
