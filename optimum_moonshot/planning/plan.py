@@ -80,7 +80,7 @@ def make_plan(
             "batch_size": run.batch,
         },
         device=str(run.device),
-        room=free,
+        available=free,
         budget={str(place): limit for place, limit in run.storage.limits.items()},
         blocks=tuple(_block_plans(trace, visits, places, seconds)),
         snapshots=peaks,

@@ -73,7 +73,7 @@ class Plan:
     model: dict[str, Any]  # class, parameters, bytes, whether it has weights, offloaded bytes
     data: dict[str, Any]  # num_samples, sequence_length, batches, batch_size
     device: str
-    room: Bytes  # free by place when the plan was made, without the model; the disk has no limit
+    available: Bytes  # free by place when the plan was made, without the model; the disk has no limit
     budget: Bytes  # limits of statistics and caches
     blocks: tuple[BlockPlan, ...]
     snapshots: tuple[Snapshot, ...]  # the peak of every phase, at every place
@@ -89,7 +89,7 @@ class Plan:
     @property
     def places(self) -> list[str]:
         """The places that the run uses."""
-        places = dict.fromkeys([self.device, *self.room])
+        places = dict.fromkeys([self.device, *self.available])
         return [*places, *([DISK] if any(each.total(DISK) for each in self.snapshots) else [])]
 
     def peak(self, place: str | None = None) -> Snapshot:
@@ -172,7 +172,7 @@ class Plan:
             lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
         lines += [overflow.line() for overflow in self.overflows]
         summary = ", ".join(
-            f"{place} {gib(size)}" + (f" of {gib(self.room[place])} free" if place in self.room else "")
+            f"{place} {gib(size)}" + (f" of {gib(self.available[place])} free" if place in self.available else "")
             for place, size in self.peaks.items()
         )
         model_part = "the resident part of the model" if offloaded else "the model"
