@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..calibration.merging import merge_mixtures
 from ..calibration.mixture_sums import MixtureObserver, MixtureStatistics
 from ..devices import peak_bytes
 from ..errors import MoonshotError
@@ -69,7 +70,8 @@ class ExpertSelection:
         prepared, gradients = self.prepared, self.selection.needs_gradients
         samples, backoff = prepared.calibration.num_samples, prepared.backoff
         here = backoff.samples_here(samples)
-        with backoff.passing(MixtureObserver(mixtures, gradients, samples, prepared.storage, here)) as observer:
+        watched = MixtureObserver(mixtures, gradients, samples, prepared.storage, here)
+        with backoff.passing(watched, merge_mixtures) as observer:
             stage.observe(observer, advance=True)
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)
