@@ -168,7 +168,7 @@ class Masks:
     def sparsity(self) -> float:
         """Fraction of zeros among all weights of the layers."""
         total = sum(layer.parameter.numel() for layer in self.layers)
-        return sum(sparsity_of(layer.parameter) * layer.parameter.numel() for layer in self.layers) / total
+        return sum(sharded_sparsity(layer.parameter) * layer.parameter.numel() for layer in self.layers) / total
 
     @torch.no_grad()
     def check(self, pattern: NM | Mapping[str, NM] | None = None) -> None:
@@ -234,11 +234,11 @@ def follows(matrix: Tensor, pattern: NM) -> bool:
 
 def is_pruned(weight: Tensor) -> bool:
     """Whether a weight has at least 5% zeros, and at least one nonzero."""
-    return weight.is_floating_point() and LEAST_SPARSITY <= sparsity_of(weight) < 1
+    return weight.is_floating_point() and LEAST_SPARSITY <= sharded_sparsity(weight) < 1
 
 
 @torch.no_grad()
-def sparsity_of(parameter: Tensor) -> float:
+def sharded_sparsity(parameter: Tensor) -> float:
     """The fraction of zeros, over all shards."""
     return _total(parameter, _local(parameter) == 0) / parameter.numel()
 

@@ -42,7 +42,7 @@ _TASKS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def weight_bytes(model: nn.Module) -> tuple[int, int]:
+def bytes_on_disk(model: nn.Module) -> tuple[int, int]:
     """Bytes of a pruned model's weights on disk, dense and packed."""
     state = model.state_dict()
     dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
@@ -89,7 +89,7 @@ class Facts:
         """From a pruned transformers model; `MoonshotError` if it is not pruned, or its record is damaged."""
         base = find_base(getattr(model, "name_or_path", ""))
         lam = PruningRecord.require_of(model).lam
-        return cls(name, format, base, lam, *weight_bytes(model), type(model).__name__)
+        return cls(name, format, base, lam, *bytes_on_disk(model), type(model).__name__)
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":

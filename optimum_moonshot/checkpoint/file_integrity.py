@@ -18,12 +18,12 @@ from ..packing import weight_of
 from .weight_files import (
     EXPLICIT,
     Description,
-    digest,
     kind,
     layer_of,
     read_config,
     read_header,
     read_weight_map,
+    tensor_digest,
     weight_files,
 )
 
@@ -132,7 +132,7 @@ def _check_packed(path: Path, names: frozenset[str], description: Description, c
                 require(kind(tensor) == written, f"{name} is stored as {kind(tensor)}, {written} was written")
         if checksums:
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # hashing releases the interpreter's lock
-                for name, value in zip(tensors, threads.map(digest, tensors.values()), strict=True):
+                for name, value in zip(tensors, threads.map(tensor_digest, tensors.values()), strict=True):
                     with naming(layer_of(name)):
                         require(value == description.digests[name], "it is damaged: its checksum differs")
             for name, layer in layers.items():

@@ -203,11 +203,11 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     if verdict.faster:
         matrix = layer.as_matrix(weight.detach()).cpu()
         parts = {suffix: part.to(weight.device) for suffix, part in layer.codec.pack(matrix, layer.nm).items()}
-        model.set_submodule(path, packed_linear(module, layer, parts))
+        model.set_submodule(path, hold_packed(module, layer, parts))
     return runtime_entry(verdict)
 
 
-def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
+def hold_packed(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
     """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight."""
     packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module)
     weight = module._parameters[_WEIGHT]

@@ -190,7 +190,7 @@ class Description:
     def of(cls, tensors: Mapping[str, Tensor], layers: Layers, files: int) -> "Description":
         """Describe the tensors of a file, which are in host memory, independently of their order."""
         names = sorted(tensors)
-        digests = {name: digest(tensors[name]) for name in names}
+        digests = {name: tensor_digest(tensors[name]) for name in names}
         return cls(dict(sorted(layers.items())), digests, {name: kind(tensors[name]) for name in names}, files)
 
     def to_json(self) -> str:
@@ -238,7 +238,7 @@ def _checksum(values: dict[str, Any]) -> str:
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def digest(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """SHA-256 of the bytes, in row-major order, of a tensor in host memory."""
     content = tensor.contiguous().flatten()
     return sha256(content.view(torch.uint8).numpy().data if content.numel() else b"").hexdigest()

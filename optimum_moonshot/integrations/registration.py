@@ -48,7 +48,7 @@ def register_soon() -> None:
             sys.meta_path.insert(0, _Waiting(name, register_there))
 
 
-def register() -> None:
+def register_quantizer() -> None:
     """Register the quantizer with transformers' automatic classes; idempotent."""
     from transformers.quantizers import auto
 
@@ -69,4 +69,4 @@ def register_adapters() -> None:
         import_module(f"{__package__}.peft")  # it may be the importer of PEFT, and incomplete
 
 
-_REGISTERS = {"transformers.quantizers.auto": register, "peft": register_adapters}
+_REGISTERS = {"transformers.quantizers.auto": register_quantizer, "peft": register_adapters}

@@ -277,7 +277,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
 
 def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: str, device_map: Any) -> dict[str, str]:
     """Replace every Linear that stays packed by an empty `PackedLinear`; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import obstacle, packed_linear
+    from ..checkpoint.in_memory import hold_packed, obstacle
 
     tied = getattr(model, "all_tied_weights_keys", {})
     shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
@@ -294,7 +294,7 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
         chosen[path] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + total_bytes(parts), sizes[1] + module.weight.nbytes]
-            model.set_submodule(path, packed_linear(module, layer, parts))
+            model.set_submodule(path, hold_packed(module, layer, parts))
     log_choices(runtime, chosen, *sizes)
     return chosen
 

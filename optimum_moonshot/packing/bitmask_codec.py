@@ -15,7 +15,7 @@ from .bitmask_speed import decoding
 from .codec import Codec, Parts, Verdict
 
 
-class Plan(NamedTuple):
+class ProductPlan(NamedTuple):
     """Properties of a packed matrix that are computed once, for the kernels or for torch."""
 
     window: int = -1  # of `find_window`; -1 if not computed
@@ -43,8 +43,8 @@ class Bitmask(Codec):
         require(dtype in (None, values.dtype), f"its values are {values.dtype}, {dtype} was written")
         require(pattern is None or is_nm(meta, shape[1], pattern), f"it is not {pattern}")
 
-    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: Plan | None = None) -> Tensor:
-        plan = Plan() if plan is None else plan
+    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: ProductPlan | None = None) -> Tensor:
+        plan = ProductPlan() if plan is None else plan
         return unpack(*self._parts(parts), shape[1], None if plan.window < 0 else plan.window, plan.offsets)
 
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
@@ -52,13 +52,13 @@ class Bitmask(Codec):
         values = matrix.numel() * pattern.n // pattern.m if pattern else int(matrix.count_nonzero())
         return packed_bytes((d_out, d_in), values, matrix.dtype.itemsize)
 
-    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Plan:
+    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> ProductPlan:
         values, meta = self._parts(parts)
         if torch.compiler.is_compiling():  # data-dependent values must be computed inside the operators
-            return Plan()
+            return ProductPlan()
         library = find_library()
         in_c = library is not None and library.takes(values)
-        return Plan(-1 if in_c else find_window(values, meta, shape[1]), find_offsets(values, meta, shape[1]))
+        return ProductPlan(-1 if in_c else find_window(values, meta, shape[1]), find_offsets(values, meta, shape[1]))
 
     def linear(
         self,
@@ -66,12 +66,12 @@ class Bitmask(Codec):
         parts: Mapping[str, Tensor],
         shape: tuple[int, int],
         bias: Tensor | None = None,
-        plan: Plan | None = None,
+        plan: ProductPlan | None = None,
     ) -> Tensor:
         values, meta = self._parts(parts)
         if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
             return super().linear(inputs, parts, shape, bias, plan)
-        plan = Plan() if plan is None else plan
+        plan = ProductPlan() if plan is None else plan
         return packed_linear(inputs, values, meta, plan.offsets, bias, plan.window)
 
     def decoding(

@@ -77,7 +77,7 @@ def enough_memory(hint: Text = SMALLER) -> Iterator[None]:
 
 
 @dataclass
-class _Change:
+class _Halved:
     """How a kind of pieces became smaller."""
 
     where: str  # at first
@@ -103,7 +103,7 @@ class Backoff:
         self.failure: str | None = None  # message of the device in the current part
         self.in_solver = False  # where it failed
         self.cached = 0  # bytes of caches on the device then
-        self.changes: dict[str, _Change] = {}
+        self.changes: dict[str, _Halved] = {}
         self.notes: list[str] = []  # the changes in all processes, for the report; see `share`
         self.repeated_at: set[str] = set()  # where work that cannot be halved was tried once more
 
@@ -369,7 +369,7 @@ class Backoff:
             self._note(kind, where, _bytes(before), _bytes(after))
 
     def _note(self, kind: str, where: str, before: str, after: str) -> None:
-        change = self.changes.setdefault(kind, _Change(where, before, after))
+        change = self.changes.setdefault(kind, _Halved(where, before, after))
         change.last, change.times = after, change.times + 1
 
 

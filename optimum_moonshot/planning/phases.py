@@ -1,4 +1,4 @@
-"""The bytes of the phases before and after calibration: rotation, allocation, recovery, writing, saving."""
+"""The bytes of the phases before and after calibration: rotation, allocation, recovery, committing, saving."""
 
 import dataclasses
 
@@ -96,7 +96,7 @@ def recovery(trace: MemoryTrace) -> None:
         trace.free("streams", stream)
 
 
-def writing(trace: MemoryTrace) -> None:
+def committing(trace: MemoryTrace) -> None:
     """The dense weights move to host memory while the pruned ones replace them; offloaded blocks are not written."""
     if trace.run.offloaded is not None:
         return

@@ -20,7 +20,7 @@ from ..pipeline.selection import Subject, select
 from ..reports.plan import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
 from .build_spec import MachineMemory, build_spec, example_batches, is_given
 from .memory import MemoryTrace, Visit, count_blocks
-from .phases import allocation, recovery, rotation, saving, writing
+from .phases import allocation, committing, recovery, rotation, saving
 from .run_spec import RunSpec, module_bytes, offloaded_blocks
 from .seconds import Seconds, measure
 from .solver import clock
@@ -111,7 +111,7 @@ def _count(trace: MemoryTrace, model: nn.Module) -> list[Visit]:
     visits = count_blocks(trace)
     if config.recover is not None:
         recovery(trace)
-    writing(trace)
+    committing(trace)
     saving(trace, model)
     return visits
 

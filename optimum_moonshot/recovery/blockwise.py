@@ -28,7 +28,7 @@ from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import BlockReport
 from .gradual import Gradual
-from .student import Student, Task, Tensors, padding_mask
+from .student import BlockTask, Student, Tensors, padding_mask
 from .tuning import Tuner, part_size
 
 
@@ -38,7 +38,7 @@ class RecoveryStage:
 
     block: Block
     number: int
-    task: Task
+    task: BlockTask
     make: Callable[[Block], Student]  # from the pruned weights in the store
     last: bool
 
@@ -141,7 +141,7 @@ class Recovery:
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
         masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
         for i in range(pipeline.lowest, pipeline.highest + 1):
-            task = Task(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
+            task = BlockTask(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
             yield RecoveryStage(self.blocks[i], i, task, self._student, i == pipeline.highest)
 
     def _student(self, block: Block) -> Student:

@@ -26,7 +26,7 @@ from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.stages import OpenStage, PassObserver
 from ..solvers import Solver
-from .student import Student, Task, Tensors
+from .student import BlockTask, Student, Tensors
 from .tuning import Tuner
 
 STAGES = 6  # fewer lose accuracy; each costs a pass of the data through the block and a solution of its layers
@@ -97,7 +97,7 @@ class Gradual:
         self.solver, self.patterns, self.batches, self.backoff = solver, patterns, batches, backoff
         self.between = steps // (2 * (STAGES - 1))
 
-    def tune(self, student: Student, task: Task, tuner: Tuner) -> list[str]:
+    def tune(self, student: Student, task: BlockTask, tuner: Tuner) -> list[str]:
         """Recover a block from its dense weights; returns notes. A layer without data keeps its pruned weight.
 
         Raises:
@@ -117,7 +117,7 @@ class Gradual:
             notes += solver_notes
         return [*dict.fromkeys(notes), *tuner.finish()]
 
-    def _solve(self, student: Student, task: Task, patterns: Mapping[str, Pattern]) -> tuple[Tensors, list[str]]:
+    def _solve(self, student: Student, task: BlockTask, patterns: Mapping[str, Pattern]) -> tuple[Tensors, list[str]]:
         """The weights [d_out, d_in] of all layers from statistics of the current block, and notes of the solver."""
         sizes = [batch_size(batch) for batch in self.batches()]
         pruning = StagePruning(self.solver, patterns, sum(sizes), self.backoff, self.batches)
@@ -125,7 +125,7 @@ class Gradual:
         return pruning.weights, pruning.solver_notes
 
     @torch.no_grad()
-    def _observe(self, student: Student, task: Task, sizes: Sequence[int], observer: PassObserver) -> None:
+    def _observe(self, student: Student, task: BlockTask, sizes: Sequence[int], observer: PassObserver) -> None:
         tensors, first = student.tensors, 0
         device = student.parameters[0].device
         for index, (inputs, mask) in enumerate(zip(task.inputs, task.masks, strict=True)):

@@ -107,7 +107,7 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class Task:
+class BlockTask:
     """The cached inputs and targets of a block on every batch, and the relative error between outputs and targets.
 
     `tensors` replace the block's parameters and buffers by name; hidden states are [B, T, D], or of another shape that

@@ -12,7 +12,7 @@ import torch
 
 from ..config import MoonshotConfig
 from ..errors import require
-from .student import Student, Task
+from .student import BlockTask, Student
 
 STEP_SAMPLES = 8  # samples of one optimizer step
 HELDOUT_SHARE = 8  # one in so many samples is held out, to stop the training and to reject a block without gain
@@ -32,7 +32,7 @@ def part_size(num_samples: int) -> int:
     return min(STEP_SAMPLES, max(1, num_samples // HELDOUT_SHARE))
 
 
-def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
+def split_heldout(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
     """The indices of the batches for each optimizer step, and of the held-out ones, the last, by their samples."""
     heldout: list[int] = []
     while len(heldout) + 1 < len(sizes) and sum(sizes[i] for i in heldout) < max(1, sum(sizes) // HELDOUT_SHARE):
@@ -46,11 +46,11 @@ def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
 
 
 def divide_parts(sizes: list[int], samples: int | None) -> tuple[list[list[int]], list[int]]:
-    """As `divide`, with the indices of the parts after batches are split into parts of at most `samples` samples."""
+    """As `split_heldout`, with the indices of the parts after batches are split into parts of `samples`."""
     counts = [1 if samples is None else -(-size // samples) for size in sizes]
     ends = list(itertools.accumulate(counts))
     parts = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    steps, heldout = divide(sizes)
+    steps, heldout = split_heldout(sizes)
 
     def split(batches: list[int]) -> list[int]:
         return [part for index in batches for part in parts[index]]
@@ -68,7 +68,7 @@ class Tuner:
     def __init__(
         self,
         student: Student,
-        task: Task,
+        task: BlockTask,
         config: MoonshotConfig,
         number: int,
         sizes: list[int],

@@ -24,7 +24,7 @@ from ..rotation.learning import Learned, learn, rotations
 from ..rotation.permutation_search import permute_channels
 from ..rotation.scaling import scale
 from ..rotation.search import check_invariance, check_same, outputs
-from .rotation_objective import WHERE, PatternsOf, find_spaces, gather, is_rotated, offload_inverses
+from .rotation_objective import WHERE, PatternsOf, gather, is_rotated, offload_inverses, rotatable_spaces
 
 if TYPE_CHECKING:
     from ..model.layers import PrunableLayer
@@ -85,7 +85,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
     message = "it is learned on calibration data; give some"
     require(prepared.data is not None, message, field="rotation", value=config.rotation)
     started, batch = time.perf_counter(), prepared.probe
-    spaces, refused = find_spaces(prepared, patterns)
+    spaces, refused = rotatable_spaces(prepared, patterns)
     expected = outputs(model, batch)
     basis = Basis(model, prepared.selection.structure.blocks, spaces)
     untied = basis.untied_bytes

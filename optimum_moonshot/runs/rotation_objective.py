@@ -43,7 +43,7 @@ WHERE, INVERSE = "the rotation", "inverse for the rotation"
 PatternsOf = Callable[[PrunableLayer], Sequence[Pattern]]
 
 
-def find_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Space], dict[str, str]]:
+def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Space], dict[str, str]]:
     """The spaces of a model that may be rotated, and a reason for each that may not."""
     selection = prepared.selection
     permuted = [layer.name for layer in selection.layers if competing(patterns(layer))]

@@ -13,7 +13,7 @@ from models import make, token_batches
 from transformers.quantizers import auto
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, convert, load_pruned
-from optimum_moonshot.integrations.registration import register, register_soon
+from optimum_moonshot.integrations.registration import register_quantizer, register_soon
 from optimum_moonshot.integrations.transformers import MoonshotQuantizer
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_registered_in_any_order_of_imports(imports):
 
 
 def test_registering_again_is_harmless():
-    register()
+    register_quantizer()
     register_soon()
     assert auto.AUTO_QUANTIZER_MAPPING["moonshot"] is MoonshotQuantizer
 

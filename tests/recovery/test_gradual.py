@@ -34,7 +34,7 @@ from optimum_moonshot.pipeline.partition import Part
 from optimum_moonshot.recovery import tuning
 from optimum_moonshot.recovery.gradual import STAGES, Gradual, StagePruning, stage_patterns
 from optimum_moonshot.recovery.student import Student
-from optimum_moonshot.recovery.tuning import Tuner, divide
+from optimum_moonshot.recovery.tuning import Tuner, split_heldout
 
 SETTINGS = {"recover": "gradual", "recover_steps": 20, "recover_lr": 0.01}
 config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)
@@ -80,7 +80,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
     dense, plain, recovered = make(name), make(name), make(name)
     prune(plain, batches, **{**settings, "recover": None})
     report = prune(recovered, batches, **settings)
-    groups, _ = divide([1] * LITERAL_SAMPLES)
+    groups, _ = split_heldout([1] * LITERAL_SAMPLES)
 
     stages = [config(recover=None, pattern="unstructured", sparsity=0.5 * fraction) for fraction in FRACTIONS]
     truth = recover_gradually(

@@ -28,8 +28,8 @@ from reference_recovery import hidden_states, recover, relative_errors
 from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.recovery import tuning
-from optimum_moonshot.recovery.student import Task, padding_mask
-from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, divide, part_size
+from optimum_moonshot.recovery.student import BlockTask, padding_mask
+from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, part_size, split_heldout
 
 SETTINGS = {"recover": "blockwise", "recover_steps": 10}
 config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)
@@ -65,7 +65,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
     settings = dict(num_samples=LITERAL_SAMPLES, recover_steps=3, recover_lr=0.01)
     prune(plain, batches, recover=None, **settings)
     report = prune(recovered, batches, **settings)
-    groups, heldout = divide([1] * LITERAL_SAMPLES)
+    groups, heldout = split_heldout([1] * LITERAL_SAMPLES)
     monkeypatch.undo()
 
     grouped = [[batches[index] for index in group] for group in groups]
@@ -88,14 +88,14 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_are_tuned_in_float32(dtype, monkeypatch):
     seen = set()
-    original = Task.error
+    original = BlockTask.error
 
     def spy(self, index, tensors, widen=False):
         if widen:
             seen.update(tensor.dtype for tensor in tensors.values())
         return original(self, index, tensors, widen)
 
-    monkeypatch.setattr(Task, "error", spy)
+    monkeypatch.setattr(BlockTask, "error", spy)
     model, plain = make("llama").to(dtype), make("llama").to(dtype)
     prune(plain, recover=None)
     report = prune(model, recover_lr=0.01)
@@ -238,7 +238,7 @@ def test_padding_that_hidden_states_do_not_show_is_an_error():
 def test_every_sample_trains_or_is_held_out(samples):
     size = part_size(samples)
     sizes = [min(size, samples - start) for start in range(0, samples, size)]
-    groups, heldout = divide(sizes)
+    groups, heldout = split_heldout(sizes)
     assert sorted([*heldout, *(index for group in groups for index in group)]) == list(range(len(sizes)))
     assert heldout and groups[0] and heldout == list(range(len(sizes) - len(heldout), len(sizes)))
     kept = sum(sizes[index] for index in heldout)

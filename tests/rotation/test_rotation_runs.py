@@ -93,7 +93,7 @@ def test_images_and_n_m():
     assert bool(((layer.weight.view(-1, 4) == 0).sum(1) >= 2).all())
 
 
-@pytest.mark.parametrize("moment", ["find_spaces", "check_invariance", "gather", "learn", "check_same", "solve"])
+@pytest.mark.parametrize("moment", ["rotatable_spaces", "check_invariance", "gather", "learn", "check_same", "solve"])
 def test_a_failure_does_not_change_the_model(moment, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt

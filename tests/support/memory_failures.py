@@ -15,7 +15,7 @@ from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.pipeline import calibration_loss, stages
 from optimum_moonshot.pipeline import solve as layer_solving
-from optimum_moonshot.recovery.student import Task
+from optimum_moonshot.recovery.student import BlockTask
 from optimum_moonshot.rotation import learning, objective, permutation_search
 from optimum_moonshot.runs import layer, rotation_objective
 from optimum_moonshot.solvers.ranked import Ranked
@@ -93,7 +93,7 @@ PLACES = {
     "slices": (layer_solving, "weight_losses"),
     "ranking": (Ranked, "rank_removals"),
     "curve": (fisher_allocation, "loss_curve"),
-    "tuning": (Task, "error"),
+    "tuning": (BlockTask, "error"),
     "mixture": (MixtureSums, "add"),
     "rotation": (rotation_objective, "coordinates"),
     "totals": (objective, "scores"),
