@@ -229,7 +229,7 @@ def crowded():
             done[name] = prune()
     with full((GradientSums, "add"), {9}):
         done["experts"] = CASES["more processes than experts"]()
-    with full((tuning.Task, "error"), {3}, where=0):
+    with full((tuning.BlockTask, "error"), {3}, where=0):
         done["recovery"] = CASES["recovery"]()
     with full((Gram, "add"), None):
         done["always"] = error_of(prune)
