@@ -225,8 +225,8 @@ class RowMatrices(RowGradients):
             return
         gradients = self.staged[: self.used].unflatten(2, (-1, self.size)).flatten(1, 2)
         for rows in row_slices(slice(0, len(self.matrices)), 8 * self.used * self.size, self.staged.device):
-            some = gradients[:, rows].transpose(0, 1)
-            self.matrices[rows].baddbmm_(some.mT, some)
+            vectors = gradients[:, rows].transpose(0, 1)
+            self.matrices[rows].baddbmm_(vectors.mT, vectors)
         self.staged.zero_()
         self.used = 0
 

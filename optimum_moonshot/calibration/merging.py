@@ -54,13 +54,13 @@ def _merge_inputs(observer: Observer, ranks: Ranks) -> None:
         if all(number is None for number in key):
             continue
         if key not in merged:
-            made = inputs.made(layer)
-            some = f"{layer.name} reads the same tensor as another layer in some batches only"
-            require(all(made is not other for other in merged.values()), some)
-            for statistic in made.statistics.values():
+            sums = inputs.sums_of(layer)
+            message = f"{layer.name} reads the same tensor as another layer in some batches only"
+            require(all(sums is not other for other in merged.values()), message)
+            for statistic in sums.statistics.values():
                 for tensor in statistic.sums():
                     ranks.all_reduce(tensor)
-            merged[key] = made
+            merged[key] = sums
         inputs.of_layer[layer.name] = merged[key]
 
 
@@ -90,8 +90,8 @@ def _reduced(tensor: Tensor, ranks: Ranks, owner: Owner) -> Tensor:
 def _gathered(partial: Stacked, ranks: Ranks, owner: Owner) -> Tensor:
     tensor, samples = partial.tensor, partial.samples
     if isinstance(owner, tuple):
-        some = tensor[:, owner[ranks.rank]]
-        whole = partial.empty((samples, *some.shape[1:]))
+        shard = tensor[:, owner[ranks.rank]]
+        whole = partial.empty((samples, *shard.shape[1:]))
         ranks.all_to_all([tensor[:, rows] for rows in owner], whole, samples)
         return whole
     if owner in (None, ranks.rank):

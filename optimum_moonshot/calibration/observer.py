@@ -189,7 +189,7 @@ class InputSums:
         self.added.clear()
         self.held.clear()
 
-    def made(self, layer: PrunableLayer) -> SharedSums:
+    def sums_of(self, layer: PrunableLayer) -> SharedSums:
         """The statistics of a layer, also if no sample of this process has reached it."""
         if layer.name in self.of_layer:
             return self.of_layer[layer.name]

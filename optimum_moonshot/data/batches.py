@@ -160,4 +160,4 @@ def spread_samples(batches: list[Batch], count: int) -> list[Batch]:
         if shapes != previous or len(merged[-1]) == size:
             merged.append([])
         merged[-1].append(sample)
-    return [{name: torch.cat([one[name] for one in some]) for name in some[0]} for some in merged]
+    return [{name: torch.cat([one[name] for one in group]) for name in group[0]} for group in merged]

@@ -103,12 +103,12 @@ class ExpertRemoval:
             return tensor.index_select(axis, keep[name].to(tensor.device))
 
         with ExitStack() as undo:
-            for weights, some in self._by_weights().items():
+            for weights, changes in self._by_weights().items():
                 if isinstance(weights, Offloaded):
                     undo.callback(weights.restore, weights.changes())
                 with weights.onloaded():
-                    self._cut(some, cut, undo if weights is RESIDENT else ExitStack())
-                    for each in some:
+                    self._cut(changes, cut, undo if weights is RESIDENT else ExitStack())
+                    for each in changes:
                         mark_written(each.owner, each.key)
             self._configure(undo)
             undo.pop_all()

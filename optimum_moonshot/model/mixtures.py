@@ -126,10 +126,10 @@ class RoutedCall:
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
         together = max(1, room // (self.chosen * (8 * self.tokens.shape[1] + 16 * self.mixture.count)))
         for first in range(0, len(self.tokens), together):
-            some = slice(first, first + together)
-            parts = self._parts(some).float()
-            slopes = None if delta is None else (parts * delta[some, None].float()).sum(2)
-            yield Piece(self.index[some], parts, slopes)
+            tokens = slice(first, first + together)
+            parts = self._parts(tokens).float()
+            slopes = None if delta is None else (parts * delta[tokens, None].float()).sum(2)
+            yield Piece(self.index[tokens], parts, slopes)
 
     def instead(self) -> None:
         try:
@@ -141,10 +141,10 @@ class RoutedCall:
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")
 
     @torch.no_grad()
-    def _parts(self, some: slice) -> Tensor:
+    def _parts(self, tokens: slice) -> Tensor:
         """The contributions to some tokens, [t, k, H]: each choice is passed as a separate token."""
-        index, weights = (each.detach()[some].reshape(-1, 1) for each in (self.index, self.weights))
-        alone = self.tokens[some].repeat_interleave(self.chosen, 0)
+        index, weights = (each.detach()[tokens].reshape(-1, 1) for each in (self.index, self.weights))
+        alone = self.tokens[tokens].repeat_interleave(self.chosen, 0)
         changes = (self.hidden, alone), (self.index, index), (self.weights, weights)
         args, kwargs = with_others(self.args, self.kwargs, *changes)
         output = self.mixture.module.forward(*args, **kwargs)
@@ -173,10 +173,10 @@ class RepeatedCall:
         numbers = torch.arange(count, device=self.output.device)
         by_token = None if delta is None else self._by_token(delta)
         for first in range(0, len(self.output), together):
-            some = slice(first, first + together)
-            parts = self.output[some].float()
-            slopes = None if by_token is None else (parts * by_token[some].float()).sum(2)
-            yield Piece(torch.where(self.sent[some], numbers, count), parts, slopes)
+            tokens = slice(first, first + together)
+            parts = self.output[tokens].float()
+            slopes = None if by_token is None else (parts * by_token[tokens].float()).sum(2)
+            yield Piece(torch.where(self.sent[tokens], numbers, count), parts, slopes)
 
     def instead(self) -> Tensor:
         mean = self.output.mean(1, keepdim=True).expand_as(self.output)

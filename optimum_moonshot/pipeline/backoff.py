@@ -96,7 +96,6 @@ class Backoff:
 
     def __init__(self, storage: Storage, ranks: Ranks = SINGLE_PROCESS):
         self.storage, self.ranks, self.device = storage, ranks, storage.device
-        self.processes, self.all_reduce_min = ranks.size, ranks.all_reduce_min
         self.small = storage.limits[self.device] // SMALL
         self.samples: int | None = None  # of a batch, at most
         self.limit = SliceLimit()  # of a solver's slices of rows
@@ -106,6 +105,15 @@ class Backoff:
         self.changes: dict[str, _Halved] = {}
         self.notes: list[str] = []  # the changes in all processes, for the report; see `share`
         self.repeated_at: set[str] = set()  # where work that cannot be halved was tried once more
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of the run."""
+        return self.ranks.size
+
+    def all_reduce_min(self, value: int) -> int:
+        """The least value of all processes."""
+        return self.ranks.all_reduce_min(value)
 
     def share(self) -> None:
         """Gather the notes of all processes."""
@@ -119,7 +127,7 @@ class Backoff:
     def single_process(self) -> "Backoff":
         """For work that one of several processes does, while the others wait for its end."""
         single = copy.copy(self)
-        single.ranks, single.processes, single.all_reduce_min = SINGLE_PROCESS, 1, SINGLE_PROCESS.all_reduce_min
+        single.ranks = SINGLE_PROCESS
         return single
 
     def solves(self, owner: Owner) -> bool:

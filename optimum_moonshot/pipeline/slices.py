@@ -272,15 +272,15 @@ class CollectedExperts:
     def groups(self, count: int) -> Iterator[LayerStatistics]:
         """Those of each expert alone, as `LayerStatistics.groups`."""
         for part in self.slices:
-            some = dataclasses.replace(self.layer, span=(part.start, part.stop))
-            statistics = self.collect(some)
-            yield from (statistics or self._empty(some)).groups(some.groups)
+            experts = dataclasses.replace(self.layer, span=(part.start, part.stop))
+            statistics = self.collect(experts)
+            yield from (statistics or self._empty(experts)).groups(experts.groups)
 
-    def _empty(self, some: PrunableLayer) -> LayerStatistics:
+    def _empty(self, experts: PrunableLayer) -> LayerStatistics:
         """Of experts that no token reaches."""
-        d_in = some.shape[1]
-        shape = (some.groups, d_in) if self.diagonal else (some.groups, d_in, d_in)
-        inputs = torch.zeros(shape if some.groups > 1 else shape[1:], device=some.parameter.device)
+        d_in = experts.shape[1]
+        shape = (experts.groups, d_in) if self.diagonal else (experts.groups, d_in, d_in)
+        inputs = torch.zeros(shape if experts.groups > 1 else shape[1:], device=experts.parameter.device)
         return LayerStatistics(inputs, None, self.samples, self.diagonal)
 
 

@@ -43,13 +43,6 @@ class ExpertStatistics(Protocol):
         """Those of each expert alone, of E in all; None for an expert of another process."""
 
 
-class GatheredExperts(ExpertStatistics, Protocol):
-    """Statistics of experts of which other processes solve some."""
-
-    def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
-        """The small results of all experts, in their order; `weight` [E, …] gets the experts of other processes."""
-
-
 Statistics = LayerStatistics | RowStatistics | ExpertStatistics
 
 
@@ -153,12 +146,12 @@ def _solve_families(
     families += [[index] for index in range(len(patterns)) if index not in unstructured]
     results: dict[int, SolvedLayer] = {}
     for family in families:
-        some = [patterns[index] for index in family]
+        served = [patterns[index] for index in family]
         if isinstance(statistics, LayerStatistics):
-            solved = solve_matrix(solver, weight, dtype, some, statistics, lam)
+            solved = solve_matrix(solver, weight, dtype, served, statistics, lam)
         else:
             assert hasattr(statistics, "solve")
-            solved = statistics.solve(solver, some, lam, solver.column_block(weight.shape[1], some[0]))
+            solved = statistics.solve(solver, served, lam, solver.column_block(weight.shape[1], served[0]))
         results |= zip(family, solved, strict=True)
     return [results[index] for index in range(len(patterns))]
 

@@ -98,8 +98,9 @@ class StatisticsSpec:
         `size` are the bytes of its statistics in this process, `memory` those that may be used.
         """
         if layer.separate:
-            some = split_range(0, layer.groups, max(1, memory * layer.groups // size)) if layer.groups > 1 else []
-            return tuple(some)
+            if layer.groups == 1:
+                return ()
+            return tuple(split_range(0, layer.groups, max(1, memory * layer.groups // size)))
         if self.slicing(layer, size).pieces == 1:
             return ()
         rows = row_slices_within(layer, self.plan(layer), self.samples, memory - 4 * layer.groups * layer.shape[1] ** 2)

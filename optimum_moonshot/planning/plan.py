@@ -85,7 +85,7 @@ def make_plan(
         blocks=tuple(_block_plans(trace, visits, places, seconds)),
         snapshots=peaks,
         seconds={} if seconds is None else seconds.phases(visits),
-        overflows=tuple(overflow for some in overflows for overflow in some),
+        overflows=tuple(overflow for phase in overflows for overflow in phase),
         notes=tuple(dict.fromkeys([*selection.notes, *data.notes])),
     )
 

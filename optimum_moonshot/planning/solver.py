@@ -63,7 +63,7 @@ def _matrix_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: 
         if taken < MATRIX_SECONDS:  # the first trial includes the one-time costs of a process
             taken = min(taken, _solve(solver, pattern, tried))
         limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * taken * operations(size) / operations(tried))
-        smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, some in SIZES.items() for rows in some)
+        smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, heights in SIZES.items() for rows in heights)
         ratios = {other: operations(other) / operations(tried) for other in (size, *smaller)}
         floats = {other: other.inputs**2 + other.weights * max(1, other.samples) for other in ratios}
         ratios = {other: ratio for other, ratio in ratios.items() if ratio > 1 and 4 * floats[other] < TRIAL_BYTES}
