@@ -4,12 +4,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from .config_checks import check_combinations, check_experts, check_supported, check_values
 from .errors import MAX_INT, MoonshotError, Option, Text, check_expressions, require, shown
 from .objective.allocation_rules import PatternRules
-from .objective.patterns import Experts, MixedNM, Pattern
+from .objective.grid import Grid
+from .objective.patterns import Experts, MixedNM, Pattern, Unstructured
 from .recipes import recipe
 from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
@@ -37,10 +38,14 @@ class MoonshotConfig:
         pattern: "unstructured"; "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs; "structured", which
             removes whole input columns; or "experts", which removes whole experts of every mixture, so that the model
             is smaller at once. With allocation="fisher" also "n:4" (or any m, with the letter n): each layer gets 1:4,
-            2:4 or 3:4, or stays dense. Not every solver supports every pattern.
+            2:4 or 3:4, or stays dense. Not every solver supports every pattern. None, with `bits`, removes nothing.
         sparsity: fraction of the weights (of the column groups, of the experts of every layer) to remove, in [0, 1];
             implied by n:m. For "n:4" it is an upper bound on the fraction over all layers, reached as closely as steps
             of a quarter of a layer allow.
+        bits: 8, 4 or 3 also rounds the surviving weights to a symmetric grid of 2^bits - 1 values, by the same
+            objective: SparseGPT while it prunes, other solvers afterwards. ``MoonshotConfig(bits=4)``, without a
+            pattern or a sparsity, quantizes a dense model. None does not.
+        quant_group: consecutive inputs of a row that share one scale of the grid, a multiple of 64.
         group_size: consecutive columns that are removed together; pattern="structured" only. In a model these are
             neurons, so that widths remain multiples of it; attention heads are always removed whole.
         allocation: how the sparsity budget is divided between layers. "uniform"; "fisher", which assigns every weight
@@ -117,6 +122,8 @@ class MoonshotConfig:
     solver: str = "sparsegpt"
     pattern: str = "unstructured"
     sparsity: float | None = None
+    bits: int | None = None
+    quant_group: int = 128
     group_size: int = 1
     # Excluded from the hash, because a dict has none.
     allocation: str | dict[str, float | str] = dataclasses.field(default="uniform", hash=False)
@@ -151,6 +158,7 @@ class MoonshotConfig:
 
     def __post_init__(self) -> None:
         solver = solver_class(self.solver)
+        self._set_dense_pattern()
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         check_values(values)
         check_combinations(values)
@@ -162,7 +170,18 @@ class MoonshotConfig:
         self._set_solver_options(solver)
         for field in ("targets", "ignore"):
             object.__setattr__(self, field, check_expressions(field, values[field]))
-        _ = self.max_memory_bytes
+        _ = self.max_memory_bytes, Grid(8 if self.bits is None else self.bits, self.quant_group)
+
+    def _set_dense_pattern(self) -> None:
+        """Without a pattern, or without anything to remove, `bits` quantizes all weights."""
+        without = cast(str | None, self.pattern) is None
+        require(not without or self.bits is not None, "give a pattern, or bits", field="pattern", value=None)
+        require(not without or not self.sparsity, "give a pattern", field="sparsity", value=self.sparsity)
+        if without:
+            object.__setattr__(self, "pattern", Unstructured.kind)
+        nothing = self.pattern == Unstructured.kind and self.sparsity is None and self.allocation == "uniform"
+        if self.bits is not None and nothing:
+            object.__setattr__(self, "sparsity", 0.0)
 
     def _set_solver_options(self, solver: type[Solver]) -> None:
         """Check the solver's hyperparameters, and store each once: the shared ones in their fields."""
@@ -203,6 +222,11 @@ class MoonshotConfig:
     def parsed_pattern(self) -> Pattern | MixedNM | None:
         """`pattern`, `sparsity` and `group_size` as one object; None if only an allocation by name is given."""
         return self.pattern_rules.default
+
+    @property
+    def grid(self) -> Grid | None:
+        """`bits` and `quant_group` as one object; None without bits."""
+        return None if self.bits is None else Grid(self.bits, self.quant_group)
 
     @property
     def max_memory_bytes(self) -> int | None:

@@ -93,6 +93,10 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     require(allowed, equal, field="allocation", value=allocation, hint=dividable)
     rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
     require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
+    smaller = Text("{} removes weights from the groups that share a scale", Option("pattern", pattern))
+    again = Text("quantize the smaller model in a second run, with {} alone", "bits")
+    kept = values["bits"] is None or pattern not in ("structured", Experts.kind)
+    require(kept, smaller, field="bits", value=values["bits"], hint=again)
 
 
 def check_supported(solver: type[Solver], rules: PatternRules, values: Mapping[str, Any]) -> None:

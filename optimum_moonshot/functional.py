@@ -16,6 +16,7 @@ from .objective.linalg import all_finite
 from .objective.patterns import Experts, MixedNM, Pattern, Unstructured
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
+from .solvers.quantization import on_grid
 
 
 @torch.no_grad()
@@ -41,7 +42,8 @@ def prune_weight(
     """
     _check_config(config)
     solver, objective = _problem(weight, gram, gradients, config)
-    return _in_dtype(solver.solve(objective, config.parsed_pattern), weight)
+    pattern = _quantized(config, weight)
+    return _in_dtype(on_grid(solver, objective, solver.solve(objective, pattern), pattern), weight)
 
 
 @torch.no_grad()
@@ -71,9 +73,10 @@ def prune_weight_path(
     """
     _check_config(config)
     check_ranked(config, sparsities)
-    patterns = [dataclasses.replace(config, sparsity=sparsity).parsed_pattern for sparsity in sparsities]
+    patterns = [_quantized(dataclasses.replace(config, sparsity=sparsity), weight) for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
     results = cast(Any, solver).solve_path(objective, patterns)
+    results = [on_grid(solver, objective, *each) for each in zip(results, patterns, strict=True)]
     return {sparsity: _in_dtype(result, weight) for sparsity, result in zip(sparsities, results, strict=True)}
 
 
@@ -97,6 +100,13 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     require(
         len(set(sparsities)) == len(sparsities), "a value is given twice", field="sparsities", value=list(sparsities)
     )
+
+
+def _quantized(config: MoonshotConfig, weight: Tensor) -> Pattern:
+    """The pattern of a configuration, with the grid of a weight."""
+    pattern, grid = config.parsed_pattern, config.grid
+    assert pattern is not None and not isinstance(pattern, MixedNM)  # `_problem` has refused it
+    return pattern if grid is None else dataclasses.replace(pattern, grid=dataclasses.replace(grid, dtype=weight.dtype))
 
 
 def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:

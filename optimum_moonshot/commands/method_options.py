@@ -27,6 +27,12 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "gives each layer 1:4, 2:4, 3:4 or leaves it dense, with --allocation fisher and a --sparsity"
     },
     "sparsity": {"type": float, "help": "fraction of the weights (of the experts) to remove, 0 to 1; follows from n:m"},
+    "bits": {
+        "type": int,
+        "help": "8, 4 or 3: also round the surviving weights, to this many bits; without a pattern or a sparsity, "
+        "quantize a dense model. Default: none",
+    },
+    "quant_group": {"type": int, "help": "consecutive inputs that share a scale with --bits (128)"},
     "group_size": {"type": int, "help": "neurons that are removed together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",

@@ -19,7 +19,18 @@ from .method_options import add_calibration_options, add_method_options, calibra
 from .output import RESUMED_HELP, open_output
 
 # Options without an effect on a model that is not pruned.
-WITHOUT = ("group_size", "recompute", "recover", "recover_steps", "recover_lr", "fisher", "block_size", "lam")
+WITHOUT = (
+    "group_size",
+    "bits",
+    "quant_group",
+    "recompute",
+    "recover",
+    "recover_steps",
+    "recover_lr",
+    "fisher",
+    "block_size",
+    "lam",
+)
 
 
 def add_rotate_options(parser: argparse.ArgumentParser) -> None:

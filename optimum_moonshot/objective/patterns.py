@@ -8,7 +8,7 @@ the lowest index. "n:m" retains n of every m consecutive inputs of a row.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -16,13 +16,17 @@ from torch import Tensor
 
 from ..devices import is_gpu
 from ..errors import MoonshotError, Option, Text, require
+from .grid import Grid
 from .row_slices import CPU_BYTES, slices_within
 
 # Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
 SELECTION_BYTES = 24
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Pattern:
+    grid: Grid | None = field(default=None, repr=False)  # of the surviving weights; None does not quantize them
+
     kind: ClassVar[str]
 
     @property
@@ -102,7 +106,7 @@ class PerExpert(Unstructured):
 
     def of(self, expert: int) -> Unstructured:
         """The pattern of one expert, which is pruned as a separate matrix."""
-        return Unstructured(self.experts[expert], exact=True)
+        return Unstructured(self.experts[expert], exact=True, grid=self.grid)
 
     def times(self, fraction: float) -> "PerExpert":
         experts = tuple(fraction * each for each in self.experts)

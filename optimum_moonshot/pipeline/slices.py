@@ -20,10 +20,12 @@ from ..distributed.ranks import Ranks
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
+from ..objective.grid import Grid
 from ..objective.linalg import escalate
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import Quadratic, RelativeLoss, Totals
 from ..solvers.base import RowSolver, Solver, notes_of
+from ..solvers.quantization import quantize
 from ..solvers.ranked import Ranking, RankingSolver
 from .backoff import Backoff
 from .solve import SolvedLayer, Statistics, solve_matrix, total_losses, weight_losses
@@ -78,7 +80,7 @@ class SlicedRows(ABC):
 
         ranking, damping = escalate(ranked.damping, rank_removals)
         keeps = [ranking.keep(pattern).view(-1, self.layer.shape[1]) for pattern in competing]
-        results = self.agreed(partial(self._minimise, ranked, keeps, damping))
+        results = self.agreed(partial(self._minimise, ranked, keeps, damping, competing[0].grid))
         return [self._solved(ranked, scales, *each, damping) for each in results]
 
     def _attempt(self, solver: RowSolver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
@@ -86,18 +88,21 @@ class SlicedRows(ABC):
         attempt = lambda damping: self.agreed(partial(solver.attempt, objective, pattern, damping))  # noqa: E731
         (weight, keep), damping = escalate(solver.damping, attempt)
         weight = weight.masked_fill(~keep, 0)
+        if pattern.grid is not None and not solver.quantizes:
+            weight = self.agreed(partial(quantize, objective, weight, keep, pattern.grid)).float()
         losses = self.agreed(partial(weight_losses, objective, weight, keep, self.layer.parameter.dtype))
         return self._solved(solver, scales, weight, [losses], damping)
 
     def _minimise(
-        self, solver: RankingSolver, keeps: list[Tensor], damping: float
+        self, solver: RankingSolver, keeps: list[Tensor], damping: float, grid: Grid | None
     ) -> list[tuple[Tensor, list[list[RelativeLoss]]]]:
         """The weight of each mask, and the losses of each slice."""
         results = [(torch.zeros(keep.shape, device=keep.device), list[list[RelativeLoss]]()) for keep in keeps]
         for rows, objective in self.objectives(backward=True):  # the last slice is in memory already
             survivors = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
             for (weight, losses), keep, values in zip(results, keeps, survivors, strict=True):
-                weight[rows] = values.masked_fill_(~keep[rows], 0)
+                values.masked_fill_(~keep[rows], 0)
+                weight[rows] = values if grid is None else quantize(objective, values, keep[rows], grid).float()
                 losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
         return results
 
@@ -216,7 +221,7 @@ class ShardedRows(SlicedRows):
         """An n:m pattern compares inside of a row."""
         if not isinstance(pattern, Unstructured):
             return pattern
-        return _OfAllRows(pattern.sparsity, pattern.exact, shard=self)
+        return _OfAllRows(pattern.sparsity, pattern.exact, grid=pattern.grid, shard=self)
 
     def all_scores(self, scores: Tensor) -> Tensor:
         """The scores of all rows, [d_out, …], in all processes; `scores` are of this process's rows or column blocks.

@@ -12,6 +12,7 @@ from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, Quadratic, RelativeLoss
 from ..solvers import Solver
+from ..solvers.quantization import on_grid
 from ..solvers.ranked import RankingSolver
 
 Value = TypeVar("Value")
@@ -93,7 +94,8 @@ def _of_expert(pattern: Pattern, index: int, size: int) -> Pattern:
         return pattern.of(index)
     if not isinstance(pattern, Unstructured) or not pattern.exact:
         return pattern
-    return Unstructured((pattern.up_to((index + 1) * size) - pattern.up_to(index * size)) / size, exact=True)
+    count = pattern.up_to((index + 1) * size) - pattern.up_to(index * size)
+    return Unstructured(count / size, exact=True, grid=pattern.grid)
 
 
 def join_experts(weight: Tensor, parts: Sequence[SolvedLayer]) -> SolvedLayer:
@@ -173,7 +175,8 @@ def solve_matrix(
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
     solved, lam, at_zero = list[SolvedLayer](), objective.scales.lam, objective.losses_at_zero
-    for result in results:
+    for result, pattern in zip(results, patterns, strict=True):
+        result = on_grid(solver, objective, result, pattern)
         whole = result.weight.to(dtype)
         masked, pruned = weight_losses(objective, result.weight, result.keep, dtype)
         solved.append(SolvedLayer(whole, result.damping, result.notes, masked, pruned, lam, at_zero))

@@ -44,7 +44,7 @@ from .hyperparameters import hyperparameter as hyperparameter  # of the interfac
 
 ENTRY_POINTS = "optimum_moonshot.solvers"
 # Capabilities that are True or False.
-FLAGS = ("grouped", "calibrated", "ranks_removals", "by_rows")
+FLAGS = ("grouped", "calibrated", "ranks_removals", "by_rows", "quantizes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Solver(ABC):
     # Whether rows interact only through `Pattern.keep`: rows can then be solved in shards. Requires `attempt`, as in
     # `sparsegpt.SparseGPT`, and a field ``damping``.
     by_rows: ClassVar[bool] = False
+    # Whether `solve` and `attempt` return weights on `Pattern.grid`, if there is one; others are quantized afterwards.
+    quantizes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, option in options_of(type(self)).items():
@@ -138,6 +140,9 @@ class RowSolver(Protocol):
 
     @property
     def damping(self) -> float: ...
+
+    @property
+    def quantizes(self) -> bool: ...
 
     def attempt(self, objective: Quadratic, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]: ...
 

@@ -20,6 +20,7 @@ from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range
 from .base import PrunedWeight, Solver, finish, register_solver
 from .hyperparameters import damping_option, hyperparameter
+from .quantization import ColumnRounding, quantize
 from .sparsegpt_factors import SLICE_BYTES, Factors, LowRankFactors, RowFactors, SharedFactor, Widths
 
 # State of the rows that are pruned together. Rows can be split for n:m only: unstructured rows compete with each other.
@@ -42,6 +43,7 @@ class SparseGPT(Solver):
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
     by_rows: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         (weight, keep), damping = escalate(self.damping, lambda damping: self.attempt(objective, pattern, damping))
@@ -67,8 +69,9 @@ class SparseGPT(Solver):
             factor = damped_inverse_factor(
                 objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), 1.0, ridge
             )
-        weight, (count, d_in) = objective.weight.clone(), objective.weight.shape
+        weight, (count, d_in), grid = objective.weight.clone(), objective.weight.shape, pattern.grid
         keep = torch.empty_like(weight, dtype=torch.bool)
+        rounding = None if grid is None else ColumnRounding(grid, weight)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0
         dense = factor is None or d_in < DENSE_BELOW * samples
         batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
@@ -83,7 +86,9 @@ class SparseGPT(Solver):
                 factors = LowRankFactors(objective, factor, rows, widths)
             else:
                 factors = SharedFactor(factor)
-            keep[rows] = prune_columns(weight[rows], factors, pattern, widths)
+            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, rounding and rounding.part(rows))
+        if rounding is not None:
+            weight = quantize(objective, weight, keep, rounding.grid, rounding.scale).float()
         return weight, keep
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
@@ -118,31 +123,50 @@ class SparseGPT(Solver):
         return Work(max(shared, state), 1.5 * d_in**3 + rows * samples * d_in * (d_in + 4 * samples))
 
 
-def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths) -> Tensor:
-    """Prune rows [r, d_in] in place, by comparison groups of columns from left to right; returns `keep`."""
+def prune_columns(
+    weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths, rounding: ColumnRounding | None = None
+) -> Tensor:
+    """Prune rows [r, d_in] in place, by comparison groups of columns from left to right; returns `keep`.
+
+    With `rounding`, the surviving weights are rounded as well (GPTQ, arXiv 2210.17323).
+    """
     keep = torch.empty_like(weight, dtype=torch.bool)
     for columns in split_range(0, weight.shape[1], widths.compared):
         pivots = factors.begin_group(weight, columns)
+        scores = (weight[:, columns] / pivots).square()
         if isinstance(pattern, Unstructured):
-            keep[:, columns] = pattern.keep((weight[:, columns] / pivots).square(), before=columns.start * len(weight))
+            keep[:, columns] = pattern.keep(scores, before=columns.start * len(weight))
+        if rounding is not None:
+            expected = keep[:, columns] if isinstance(pattern, Unstructured) else pattern.keep(scores)
+            rounding.begin_group(weight, columns, expected, pivots)
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
             factor = factors.begin_block(weight, columns, block, errors)
             inner = errors[:, block.start - columns.start : block.stop - columns.start]
-            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner)
+            step = None if rounding is None else rounding.step(block)
+            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner, step)
         factors.end_group(weight, columns, errors)
     return keep
 
 
-def _prune_block(weight: Tensor, factor: Tensor, pattern: Pattern, keep: Tensor, errors: Tensor) -> None:
+def _prune_block(
+    weight: Tensor, factor: Tensor, pattern: Pattern, keep: Tensor, errors: Tensor, step: Tensor | None
+) -> None:
     """Prune a block column by column, and write its `errors` and (n:m) its `keep`.
 
-    `weight`, `keep` and `errors` are [r, b], modified in place; `factor` is [r or 1, b, b].
+    `weight`, `keep` and `errors` are [r, b], modified in place; `factor` is [r or 1, b, b]; `step`, [r, b], has the
+    scales of survivors that are rounded.
     """
-    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    pivots, grid = factor.diagonal(dim1=-2, dim2=-1), pattern.grid
     for column in range(weight.shape[1]):
         if isinstance(pattern, NM) and column % pattern.m == 0:
             group = slice(column, column + pattern.m)
             keep[:, group] = pattern.keep((weight[:, group] / pivots[:, group]).square())
-        errors[:, column] = (weight[:, column] / pivots[:, column]).masked_fill_(keep[:, column], 0)
+        lost = weight[:, column]
+        if grid is not None and step is not None:
+            rounded = grid.values(grid.codes(lost, step[:, column]), step[:, column]).float()
+            lost = lost - rounded.masked_fill_(~keep[:, column], 0)
+            errors[:, column] = lost / pivots[:, column]
+        else:
+            errors[:, column] = (lost / pivots[:, column]).masked_fill_(keep[:, column], 0)
         weight[:, column:] -= errors[:, column, None] * factor[:, column, column:]

@@ -46,7 +46,7 @@ def test_help_names_every_solver():
     assert all(name in method_options.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 
-@pytest.mark.parametrize("name", ["group_size", "damping", "num_samples", "batch_size", "seed"])
+@pytest.mark.parametrize("name", ["group_size", "quant_group", "damping", "num_samples", "batch_size", "seed"])
 def test_help_states_the_default(name):
     assert f"({getattr(MoonshotConfig(pattern='2:4'), name)})" in method_options.CONFIG_OPTIONS[name]["help"]
 
@@ -86,7 +86,10 @@ def test_only_explicit_options_reach_the_config(toy):
         "rotation_lr": 0.02,
         "rotation_rows": 512,
     }
-    assert set(settings) == set(method_options.CONFIG_OPTIONS) - {"rotation"}  # pattern="structured" excludes it
+    excluded = {"rotation", "bits", "quant_group"}  # by pattern="structured"
+    assert set(settings) == set(method_options.CONFIG_OPTIONS) - excluded
+    quantized = method_options.make_config(parse("--pattern", "2:4", "--bits", "4", "--quant-group", "64"))
+    assert quantized == MoonshotConfig(pattern="2:4", bits=4, quant_group=64)
     assert method_options.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
     assert method_options.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
     argv = []

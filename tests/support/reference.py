@@ -160,6 +160,19 @@ def sparsegpt(
     return weight * keep, keep
 
 
+def rounded_sweep(weight, gram, gradients, lam, keep, grid, scale, damping=0.01) -> Tensor:
+    """The column loop with a given mask and given scales, whose survivors are rounded: GPTQ with sparsity."""
+    weight = without_dead_inputs(weight, gram)
+    factor = torch.linalg.cholesky(inverse_hessians(weight, gram, gradients, lam, damping), upper=True)
+    weight, step = weight.clone(), grid.per_weight(scale, weight.shape[1])
+    for j in range(weight.shape[1]):
+        value = weight[:, j].clone()
+        weight[:, j] = torch.where(keep[:, j], grid.values(grid.codes(value, step[:, j]), step[:, j]), 0).double()
+        error = (value - weight[:, j]) / factor[:, j, j]
+        weight[:, j + 1 :] -= error[:, None] * factor[:, j, j + 1 :]
+    return weight.float()
+
+
 def blocks(weight, gram, gradients, lam, size, damping=0.01) -> Tensor:
     """The damped matrices of blocks of `size` inputs, [d_out · d_in/size, size, size], normalised by their own losses.
 

@@ -1,0 +1,228 @@
+"""Quantization of pruned weights under the solver's own quadratic F_k.
+
+The scales of a group minimise the rounding error weighted by the diagonal of F_k. Coordinate descent then changes one
+code of every row at a time, and the scale of a group after its codes, to the grid point nearest to the minimiser of
+
+    L_λ = Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)
+
+along that coordinate, so that the loss never increases. The losses of the result count from the dense weight ŵ: the
+codes compensate each other's rounding errors, and those of pruning. λ < 1 weighs rounding errors by the Fisher loss
+too; at λ = 1 this is QuantEase (Behdin et al., arXiv 2309.01885) with a mask and searched scales.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..objective.grid import Grid
+from ..objective.patterns import Pattern
+from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic
+from ..objective.row_slices import slices_within, split_range
+from .base import PrunedWeight, Solver
+
+SWEEPS = 4
+# The descent ends after a sweep that reduces the loss of the rows by less than this fraction.
+TOLERANCE = 1e-3
+# Factors of the Fisher term, or matrices, of the rows that are quantized together.
+STATE_BYTES = 512 * 2**20
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
+    """Round the surviving weights of a solver to a grid; the loss is at most that of rounding to nearest.
+
+    Args:
+        objective: of the layer, or of some of its rows; a `DiagonalQuadratic` rounds to nearest, which is its minimum.
+        weight: [rows, d_in] in float32.
+        keep: bool [rows, d_in].
+        grid: with the dtype of the layer.
+        scale: [rows, groups] where the weight is on the grid already; None searches the scales.
+
+    Returns:
+        [rows, d_in] in the dtype of the grid, on the grid, 0 where not `keep`.
+    """
+    weight = torch.where(keep, weight.float(), 0)
+    if isinstance(objective, DiagonalQuadratic):
+        return _nearest(grid, weight, grid.search(weight, objective.diagonal()) if scale is None else scale)
+    rounded, descended = torch.empty_like(weight, dtype=grid.dtype), torch.empty_like(weight, dtype=grid.dtype)
+    for rows in _slices(objective):
+        problem = _Problem.of(objective, rows)
+        here = scale[rows] if scale is not None else grid.search(weight[rows], problem.importance(weight.shape[1]))
+        rounded[rows] = _nearest(grid, weight[rows], here)
+        descent = _Descent(problem, grid, rounded[rows].float(), here.float(), keep[rows])
+        descended[rows] = descent.run().to(grid.dtype)
+    before, after = objective.losses(rounded, descended)
+    return descended if after.total <= before.total else rounded
+
+
+def on_grid(solver: Solver, objective: Objective, result: PrunedWeight, pattern: Pattern) -> PrunedWeight:
+    """The result of a solver for a pattern, quantized if the pattern has a grid."""
+    if pattern.grid is None or solver.quantizes:
+        return result
+    return dataclasses.replace(result, weight=quantize(objective, result.weight, result.keep, pattern.grid).float())
+
+
+class ColumnRounding:
+    """The scales of a sweep over columns from left to right, which rounds the survivors of each.
+
+    Scales are searched where a comparison group begins, from the weights that its predecessors have updated.
+    """
+
+    def __init__(self, grid: Grid, weight: Tensor, scale: Tensor | None = None):
+        self.grid = grid
+        shape = len(weight), grid.groups(weight.shape[1])
+        self.scale = torch.zeros(shape, dtype=grid.dtype, device=weight.device) if scale is None else scale
+
+    def part(self, rows: slice) -> "ColumnRounding":
+        """Those of some rows, in the same memory."""
+        return ColumnRounding(self.grid, self.scale[rows], self.scale[rows])
+
+    def begin_group(self, weight: Tensor, columns: slice, keep: Tensor, pivots: Tensor) -> None:
+        """Search the scales of the groups of inputs that begin in a comparison group.
+
+        `keep` [r, columns] are the weights that survive as far as is known yet, `pivots` [r or 1, columns] their C_jj.
+        """
+        size, weight = self.grid.group, weight.clone()
+        weight[:, columns] *= keep
+        for start in range(-(-columns.start // size) * size, columns.stop, size):
+            inputs = slice(start, min(start + size, weight.shape[1]))
+            importance = torch.ones(1, inputs.stop - start, device=weight.device)
+            if inputs.stop <= columns.stop:
+                importance = pivots[:, start - columns.start : inputs.stop - columns.start].square().reciprocal()
+            index = start // size
+            self.scale[:, index : index + 1] = self.grid.search(weight[:, inputs], importance)
+
+    def step(self, columns: slice) -> Tensor:
+        """The scale of each weight in some columns, [r, columns]."""
+        groups = torch.arange(columns.start, columns.stop, device=self.scale.device) // self.grid.group
+        return self.scale[:, groups]
+
+
+def _nearest(grid: Grid, weight: Tensor, scale: Tensor) -> Tensor:
+    step = grid.per_weight(scale, weight.shape[1])
+    return grid.values(grid.codes(weight, step), step)
+
+
+def _slices(objective: Quadratic) -> list[slice]:
+    """Rows of the weight whose factors or matrices are in memory together."""
+    d_in, size = objective.weight.shape[1], objective.size
+    matrices = 0 if _is_shared(objective) else size
+    factors = objective.fisher_term.max_rank if objective.scales.b and not matrices else 0
+    return slices_within(
+        slice(0, len(objective.weight)), 4 * d_in * (8 + 2 * (matrices + factors)), STATE_BYTES, objective.limit
+    )
+
+
+def _is_shared(objective: Quadratic) -> bool:
+    """Whether F_k is a matrix that all rows share, plus few factors of each row."""
+    few = not objective.scales.b or objective.fisher_term.max_rank < objective.size
+    return objective.gram.ndim == 2 and few
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """F_k = matrix + factorsᵀ·factors of some rows of the weight, or of their column blocks, in float32."""
+
+    target: Tensor  # ŵ, [rows, size]
+    matrix: Tensor  # [size, size], or [rows, size, size]
+    factors: Tensor  # [rows, N, size]; N = 0 without any
+
+    @classmethod
+    def of(cls, objective: Quadratic, rows: slice) -> "_Problem":
+        blocks = objective.weight.shape[1] // objective.size
+        part = slice(rows.start * blocks, rows.stop * blocks)
+        target, scales = objective.row_weights[part], objective.scales
+        none = target.new_empty(len(target), 0, objective.size)
+        if not _is_shared(objective):
+            return cls(target, objective.row_hessians(part).float(), none)
+        matrix = (scales.a * objective.gram).float()
+        if not scales.b:
+            return cls(target, matrix, none)
+        return cls(target, matrix, objective.fisher_term.factors(part, target.device, torch.float32) * scales.b**0.5)
+
+    def importance(self, d_in: int) -> Tensor:
+        """The diagonals of F_k, [rows, d_in]; ones if all are 0, as for a matrix without loss."""
+        diagonal = self.matrix.diagonal(dim1=-2, dim2=-1) + self.factors.square().sum(1)
+        return (diagonal if diagonal.any() else torch.ones_like(diagonal)).reshape(-1, d_in)
+
+
+class _Descent:
+    """Coordinate descent over the codes of some rows, and over the scales unless rows are split into column blocks."""
+
+    def __init__(self, problem: _Problem, grid: Grid, values: Tensor, scale: Tensor, keep: Tensor):
+        self.problem, self.grid, shape = problem, grid, problem.target.shape
+        self.out = values
+        self.values, self.keep = values.view(shape), keep.reshape(shape)
+        self.step = grid.per_weight(scale, values.shape[1]).reshape(shape)
+        self.rescales = values.shape[1] == shape[1]
+        self.products = _project(problem.factors, self.values - problem.target)  # factors · (w - ŵ), [rows, N]
+
+    def run(self) -> Tensor:
+        """The values, [rows, d_in]."""
+        for _ in range(SWEEPS):
+            gained = sum(self._sweep(columns) for columns in split_range(0, self.values.shape[1], self.grid.group))
+            if gained <= TOLERANCE * self._loss():
+                break
+        return self.out
+
+    def _loss(self) -> float:
+        delta = self.values - self.problem.target
+        return float((_apply(delta, self.problem.matrix) * delta).sum() + self.products.square().sum())
+
+    def _sweep(self, columns: slice) -> float:
+        """Descend over the columns of a group; returns by how much the loss decreases."""
+        problem, delta = self.problem, self.values - self.problem.target
+        inner, factors = problem.matrix[..., columns, columns], problem.factors[:, :, columns]
+        gradient = _apply(delta, problem.matrix[..., columns]) + _apply(self.products, factors)
+        gained = self._change_codes(columns, gradient, inner, factors)
+        return gained + (self._rescale(columns, gradient, inner, factors) if self.rescales else 0.0)
+
+    def _change_codes(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
+        """Change one code of each row at a time; updates the gradient."""
+        values, step, keep = self.values[:, columns], self.step[:, columns], self.keep[:, columns]
+        vectors = factors.permute(2, 0, 1).contiguous()  # [columns, rows, N]
+        curvature = inner.diagonal(dim1=-2, dim2=-1) + vectors.square().sum(2).T
+        projected, gained = torch.zeros_like(self.products), torch.zeros((), device=values.device)
+        for column in keep.any(0).nonzero()[:, 0].tolist():
+            value, bend = values[:, column], curvature[:, column]
+            slope = gradient[:, column] + (vectors[column] * projected).sum(1)
+            minimiser = value - slope / bend.clamp(min=_TINY)
+            candidate = self.grid.values(self.grid.codes(minimiser, step[:, column]), step[:, column]).float()
+            change = (candidate - value).masked_fill_(~keep[:, column] | (bend <= 0), 0)
+            decrease = -change * (2 * slope + change * bend)
+            change.masked_fill_(decrease <= 0, 0)
+            gained += decrease.clamp_(min=0).sum()
+            values[:, column] += change
+            gradient += change[:, None] * inner[..., column, :]
+            projected += vectors[column] * change[:, None]
+        self.products += projected
+        gradient += _apply(projected, factors)
+        return float(gained)
+
+    def _rescale(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
+        """Move the scale of a group to the minimum along its codes, where that is a lower loss on the grid."""
+        values, step = self.values[:, columns], self.step[:, columns]
+        codes = self.grid.codes(values, step)
+        curvature = (_apply(codes, inner) * codes).sum(1) + _project(factors, codes).square().sum(1)
+        move = -(codes * gradient).sum(1) / curvature.clamp(min=_TINY)
+        scale = (step[:, 0] + move).clamp_(min=0).to(self.grid.dtype).float()
+        change = self.grid.values(codes, scale[:, None].expand_as(step)).float() - values
+        projected = _project(factors, change)
+        loss = ((2 * gradient + _apply(change, inner)) * change).sum(1) + projected.square().sum(1)
+        better = (loss < 0) & (scale > 0)
+        values += change.masked_fill_(~better[:, None], 0)
+        step.copy_(torch.where(better, scale, step[:, 0])[:, None].expand_as(step))
+        self.products += projected.masked_fill_(~better[:, None], 0)
+        return float(-loss[better].sum())
+
+
+def _project(factors: Tensor, delta: Tensor) -> Tensor:
+    """factors · δ of each row, [rows, N]."""
+    return (factors @ delta[:, :, None])[:, :, 0]
+
+
+def _apply(delta: Tensor, matrix: Tensor) -> Tensor:
+    """δ M of each row; M [size, columns] or [rows, size, columns]."""
+    return delta @ matrix if matrix.ndim == 2 else (delta[:, None] @ matrix)[:, 0]
