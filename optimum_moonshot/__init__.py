@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .functional import prune_weight as prune_weight
     from .functional import prune_weight_path as prune_weight_path
     from .integrations.trainer import MoonshotCallback as MoonshotCallback
-    from .integrations.transformers import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
+    from .checkpoint.quantization_config import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
     from .masks import keep_sparsity as keep_sparsity
     from .model.compaction import Compaction as Compaction
     from .model.compaction import compact_model as compact_model
@@ -41,7 +41,7 @@ _MODULES = {
     "MoonshotCallback": "integrations.trainer",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
-    "MoonshotPrunedCheckpoint": "integrations.transformers",
+    "MoonshotPrunedCheckpoint": "checkpoint.quantization_config",
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
     "SelfCalibration": "data.self_calibration",
