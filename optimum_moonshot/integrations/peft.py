@@ -89,9 +89,6 @@ def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs:
     if not isinstance(_base(target), PackedLinear):
         module: nn.Module | None = dispatch_default(target, adapter_name, config=config, **kwargs)
         return module
-    parameter = kwargs.pop("parameter_name", None)
-    hint = "name its module in target_modules"
-    require(parameter is None, "it is packed in memory", field="target_parameters", value=parameter, hint=hint)
     with naming(kwargs.get("target_name") or "a packed layer"):
         return PackedLoraLinear(target, adapter_name, config=config, **kwargs)
 
@@ -301,7 +298,8 @@ class SparseLinear(_Masked, Linear):
         dtype = result.dtype
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
-                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, self.lora_A[adapter].weight.dtype))
+                trained: Any = self.lora_A[adapter].weight
+                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, trained.dtype))
                 result = result + self._product(inputs, adapter)
         return result.to(dtype)
 

@@ -109,12 +109,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., d_in] → [..., d_out]."""
-        device, bias = inputs.device.type, self.bias
+        device = inputs.device.type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
-            return self.codec.linear(inputs, self.parts, self.shape, bias, self.plan)
+            return self.codec.linear(inputs, self.parts, self.shape, self.bias, self.plan)
         # As autocast does for a Linear. The codec would unpack the weight, and autograd would keep the dense one.
         with torch.autocast(device, enabled=False):
-            bias = None if bias is None else bias.to(self.dtype)
+            bias = None if self.bias is None else self.bias.to(self.dtype)
             return self.codec.linear(inputs.to(self.dtype), self.parts, self.shape, bias, self.plan)
 
     def extra_repr(self) -> str:
