@@ -26,7 +26,7 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
 from peft.tuners.lora import model as lora_model
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, ParamWrapper, _LoraParameterProxy, dispatch_default
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import Tensor, nn
 from torch.nn import functional
@@ -96,7 +96,7 @@ def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs:
 def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
     """As in PEFT, with packed layers."""
     everything = str(getattr(config, "target_modules", "")).lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
-    config = _include_all_linear(config, model)
+    config = _maybe_include_all_linear_layers(config, model)
     if everything:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
@@ -105,7 +105,6 @@ def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
     return config
 
 
-_include_all_linear = tuners_utils._maybe_include_all_linear_layers
 vars(tuners_utils)["_maybe_include_all_linear_layers"] = include_all_linear
 vars(lora_model)["dispatch_default"] = dispatch
 
@@ -139,7 +138,8 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     for config in model.peft_config.values():
         _check_start(config)
     sparse = _adapters(model, [layer.parameter for layer in dense_pruned(model)])
-    sparse += [(name, module) for name, module in _all_adapters(model) if isinstance(_base(module), PackedLinear)]
+    on_packed = [each for each in _all_adapters(model) if isinstance(_base(each[1]), PackedLinear)]
+    sparse += [(name, module) for name, module in on_packed if is_pruned(_weight(module))]
     require(bool(sparse), "no adapter is on a pruned layer: nothing to mask")
     for name, module in sparse:
         _check(name, module)
@@ -263,7 +263,7 @@ SparseParameter.__name__ = ParamWrapper.__name__  # PEFT checks this name before
 
 
 class PackedLoraLinear(Linear):
-    """PEFT's LoRA layer on a packed weight [d_out, d_in], beside which it remains: a merge would fill its zeros."""
+    """PEFT's LoRA layer on a packed weight [d_out, d_in], beside which it remains."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check_start(config)
@@ -281,7 +281,7 @@ class PackedLoraLinear(Linear):
         self.__class__ = cast(Any, Linear)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        message = "merging an adapter without a mask into a packed weight fills its zeros"
+        message = "an adapter without a mask would fill the zeros of the packed weight, or leave its grid"
         raise MoonshotError(message, hint="call model.dequantize() first, or train with SparseLoraConfig")
 
 
