@@ -13,6 +13,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.loading import load_pruned as load_pruned
+    from .checkpoint.quantization_config import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
     from .checkpoint.saving import convert as convert
     from .checkpoint.verification import Verification as Verification
     from .checkpoint.verification import verify as verify
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from .functional import prune_weight as prune_weight
     from .functional import prune_weight_path as prune_weight_path
     from .integrations.trainer import MoonshotCallback as MoonshotCallback
-    from .integrations.transformers import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
     from .masks import keep_sparsity as keep_sparsity
     from .model.compaction import Compaction as Compaction
     from .model.compaction import compact_model as compact_model
@@ -41,7 +41,7 @@ _MODULES = {
     "MoonshotCallback": "integrations.trainer",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
-    "MoonshotPrunedCheckpoint": "integrations.transformers",
+    "MoonshotPrunedCheckpoint": "checkpoint.quantization_config",
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
     "SelfCalibration": "data.self_calibration",

@@ -93,12 +93,19 @@ def find_pruned(
     require(not flattened, "FullyShardedDataParallel flattens the weights", hint="use fully_shard")
     hint = 'load it with load_pruned(folder), or call pruner.to_runtime("dense")'
     require(PackedLinear not in kinds, 'runtime="packed" cannot be trained', field="model", hint=hint)
-    layers = _selected_layers(model, targets, ignore)
-    pruned = [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
+    pruned = dense_pruned(model, targets, ignore)
     if not pruned:
         usage = Text("prune it first, or select layers by {} (a compacted model needs no masks)", "targets")
         raise MoonshotError("no layer of the model is pruned", hint=usage)
     return pruned
+
+
+def dense_pruned(
+    model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()
+) -> list[PrunableLayer]:
+    """As `find_pruned`, also none of them, without the layers that are packed in memory."""
+    layers = _selected_layers(model, targets, ignore)
+    return [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
 
 
 def _selected_layers(

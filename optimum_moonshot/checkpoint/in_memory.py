@@ -5,12 +5,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensor
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, check_choice, naming, require
@@ -23,9 +25,9 @@ from ..runtime.packed_linear import PackedLinear
 from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .packed_files import FORMATS, pruned_layers, save_streamed
+from .quantization_config import MoonshotPrunedCheckpoint
 
 _WEIGHT = "weight"
-_SAVE = "save_pretrained"
 
 
 def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
@@ -48,17 +50,61 @@ def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, 
 
 
 def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
-    """Store the runtime of the layers as `model.moonshot_runtime`, and replace `save_pretrained` if any is packed."""
+    """Store the runtime of the layers as `model.moonshot_runtime`; with packed ones, the model counts as quantized."""
     vars(model)["moonshot_runtime"] = chosen
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, PackedQuantizer):
+        quantizer.remove_quantization_config(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             packed = is_packed(part)
-            vars(part)["is_quantized"] = packed  # makes a Trainer raise: packed weights are not parameters
-            vars(part).pop(_SAVE, None)
+            vars(part)["is_quantized"] = packed
+            part.config.__dict__.pop("_is_quantized", None)
+            for name in ("save_pretrained", "num_parameters"):
+                vars(part).pop(name, None)
             if packed:
+                part.config.__dict__["_is_quantized"] = True
                 # A partial is copied and pickled with its model; a bound method would refer to the original.
-                vars(part)[_SAVE] = partial(save_packed if part is model else _save_whole, part)
+                vars(part)["save_pretrained"] = partial(save_packed if part is model else _save_whole, part)
+                vars(part)["num_parameters"] = partial(_num_parameters, part)
+    if is_packed(model):
+        PackedQuantizer(MoonshotPrunedCheckpoint("packed")).attach(model)
     return chosen
+
+
+class PackedQuantizer(HfQuantizer):
+    """The `hf_quantizer` of a model with packed layers; its weights are constant, adapters beside them can be trained.
+
+    Without adapters, a Trainer refuses the model.
+    """
+
+    def attach(self, model: Any) -> None:
+        """As transformers does for the quantizer of `from_pretrained`."""
+        model.hf_quantizer, model.quantization_method = self, self.quantization_config.quant_method
+        model.config.quantization_config = self.quantization_config
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Unpack all layers, in place, also below adapters of PEFT."""
+        _unpack_all(model)
+        note(model, dict.fromkeys(model.moonshot_runtime, f"{DENSE}requested"))
+        return model if dtype is None else model.to(dtype)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Replaces `num_parameters` of a model with packed layers: packed weights are buffers."""
+    parameters: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+    return parameters + (0 if only_trainable else sum(prod(each.shape) for each in _packed_layers(model).values()))
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -80,6 +126,8 @@ def save_packed(
     model: PreTrainedModel, save_directory: str | os.PathLike[str], *, format: str = "packed", **options: Any
 ) -> None:
     """Replaces `save_pretrained` of a model with packed layers, of which one decoder layer at a time is unpacked."""
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers saves the adapters alone
+        return type(model).save_pretrained(model, save_directory, **options)
     check_choice("format", format, FORMATS)
     for name in ("push_to_hub", "state_dict", "variant"):
         hint = "call model.push_to_hub" if name == "push_to_hub" else 'call pruner.to_runtime("dense") first'
@@ -209,7 +257,7 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
 
 def hold_packed(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
     """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight."""
-    packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module)
+    packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module, layer.nm)
     weight = module._parameters[_WEIGHT]
     assert weight is not None
     # The meta device keeps its shape and dtype.
@@ -224,6 +272,8 @@ def _unpack_all(model: nn.Module) -> None:
 
 def _unpack(model: nn.Module, name: str, module: PackedLinear) -> None:
     model.set_submodule(name, _restored(name, module, meta=False).train(module.training))
+    parent: Any = model.get_submodule(name.rpartition(".")[0])
+    getattr(parent, "base_unpacked", lambda: None)()  # of an adapter
 
 
 def _restored(name: str, module: PackedLinear, meta: bool) -> nn.Module:

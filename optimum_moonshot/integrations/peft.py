@@ -8,26 +8,36 @@ function. Here the adapter is masked from the start: with ``keep`` True where th
 in training, inference and merging. The adapter's weights have PEFT's format, but without the mask they define another
 model. So a mark replaces the type in saved adapters: PEFT alone raises an error; with this package imported, it masks
 the adapter on loading.
+
+Below an adapter the weight may be packed in memory, and a masked adapter can be merged into it. PEFT has no extension
+point for the type of a base layer, or for its meaning of "all-linear", that holds for any `LoraConfig`; so two of its
+functions are replaced.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners import tuners_utils
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
+from peft.tuners.lora import model as lora_model
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, ParamWrapper, _LoraParameterProxy, dispatch_default
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
-from ..errors import naming, require
-from ..masks import find_pruned, is_pruned
+from ..errors import MoonshotError, naming, require
+from ..masks import dense_pruned, is_pruned
 from ..model.layer_kinds import WEIGHT, find_layer
+from ..runtime.packed_linear import PackedLinear
 
 HINT = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
 # Initializations that change the base weight.
@@ -63,15 +73,40 @@ def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **k
 
     `target` is the layer, or its existing adapters. `MoonshotError` refuses options that fill the zeros.
     """
-    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    base = _base(target)
     weight = getattr(base, kwargs.get("parameter_name") or WEIGHT, None)
     if not isinstance(weight, Tensor) or not is_pruned(weight):
         return None
     _check_start(config)
-    module: Any = dispatch_default(target, adapter_name, config=config, **kwargs)
+    module: Any = dispatch(target, adapter_name, config=config, **kwargs)
     _check(kwargs.get("target_name") or "a pruned layer", module)
     _mask(module)
     return module
+
+
+def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
+    """As `dispatch_default` of PEFT, also for packed layers."""
+    if not isinstance(_base(target), PackedLinear):
+        module: nn.Module | None = dispatch_default(target, adapter_name, config=config, **kwargs)
+        return module
+    with naming(kwargs.get("target_name") or "a packed layer"):
+        return PackedLoraLinear(target, adapter_name, config=config, **kwargs)
+
+
+def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
+    """As in PEFT, with packed layers."""
+    everything = str(getattr(config, "target_modules", "")).lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+    config = _maybe_include_all_linear_layers(config, model)
+    if everything:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+        wrapped = {name for name in packed if name.endswith(".base_layer")}
+        vars(config)["target_modules"] |= {name for name in packed.keys() - wrapped if packed[name] is not head}
+    return config
+
+
+vars(tuners_utils)["_maybe_include_all_linear_layers"] = include_all_linear
+vars(lora_model)["dispatch_default"] = dispatch
 
 
 def sparse_lora(model: PeftModel) -> PeftModel:
@@ -102,7 +137,9 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     require(isinstance(model, PeftModel), f"model is a {type(model).__name__}: give what get_peft_model returns")
     for config in model.peft_config.values():
         _check_start(config)
-    sparse = _adapters(model, [layer.parameter for layer in find_pruned(model)])
+    sparse = _adapters(model, [layer.parameter for layer in dense_pruned(model)])
+    on_packed = [each for each in _all_adapters(model) if isinstance(_base(each[1]), PackedLinear)]
+    sparse += [(name, module) for name, module in on_packed if is_pruned(_weight(module))]
     require(bool(sparse), "no adapter is on a pruned layer: nothing to mask")
     for name, module in sparse:
         _check(name, module)
@@ -124,13 +161,22 @@ def unmasked_adapters(model: nn.Module, weights: Iterable[nn.Parameter]) -> list
 def _adapters(model: nn.Module, weights: Iterable[nn.Parameter]) -> list[tuple[str, BaseTunerLayer]]:
     """The adapters of PEFT on some weights, by their names."""
     pruned = set(map(id, weights))
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    return [(name, module) for name, module in layers if id(_weight(module)) in pruned]
+    return [(name, module) for name, module in _all_adapters(model) if id(_weight(module)) in pruned]
+
+
+def _all_adapters(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _base(module: Any) -> nn.Module:
+    base: nn.Module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    return base
 
 
 def _mask(module: Any) -> None:
     module.__class__ = _MASKED.get(type(module), type(module))
-    module.register_buffer("keep", _weight(module).detach() != 0, persistent=False)
+    if not isinstance(module, PackedLoraLinear):
+        module.register_buffer("keep", _weight(module).detach() != 0, persistent=False)
 
 
 def _mark(config: PeftConfig) -> None:
@@ -216,6 +262,29 @@ class SparseParameter(_Masked, ParamWrapper):
 SparseParameter.__name__ = ParamWrapper.__name__  # PEFT checks this name before it wraps a further parameter
 
 
+class PackedLoraLinear(Linear):
+    """PEFT's LoRA layer on a packed weight [d_out, d_in], beside which it remains."""
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        _check_start(config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        _check_variants(self)
+        self.fan_in_fan_out = False  # Conv1D, too, is packed as [d_out, d_in]
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, PackedLinear)
+        return module.in_features, module.out_features
+
+    def base_unpacked(self) -> None:
+        """Adapt to the dense weight: `to_runtime` and `dequantize` call it."""
+        vars(self)["fan_in_fan_out"] = isinstance(self.get_base_layer(), Conv1D)
+        self.__class__ = cast(Any, Linear)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        message = "an adapter without a mask would fill the zeros of the packed weight, or leave its grid"
+        raise MoonshotError(message, hint="call model.dequantize() first, or train with SparseLoraConfig")
+
+
 class SparseLinear(_Masked, Linear):
     """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D."""
 
@@ -226,17 +295,66 @@ class SparseLinear(_Masked, Linear):
         require(single, "masked adapters do not support mixed batches", field="adapter_names")
         kwargs = {name: value for name, value in kwargs.items() if name not in VARIANT_KWARG_KEYS}
         result = self.base_layer(x, *args, **kwargs)
-        dtype, layer = result.dtype, find_layer(self.get_base_layer())
-        assert layer is not None  # PEFT wraps a Linear or a Conv1D
+        dtype = result.dtype
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
-                weight = layer.as_matrix(self.get_delta_weight(adapter))
-                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
-                bias = self.lora_B[adapter].bias
-                bias = None if bias is None else bias * self.scaling[adapter]
-                result = result + functional.linear(inputs, weight, bias)
+                trained: Any = self.lora_A[adapter].weight
+                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, trained.dtype))
+                result = result + self._product(inputs, adapter)
         return result.to(dtype)
 
+    def _product(self, inputs: Tensor, adapter: str) -> Tensor:
+        layer, weight = find_layer(self.get_base_layer()), self.get_delta_weight(adapter)
+        bias = self.lora_B[adapter].bias
+        bias = None if bias is None else bias * self.scaling[adapter]
+        return functional.linear(inputs, weight if layer is None else layer.as_matrix(weight), bias)
 
-_MASKED: dict[type, Any] = {Linear: SparseLinear, ParamWrapper: SparseParameter}
+
+class SparsePackedLinear(SparseLinear, PackedLoraLinear):
+    """PEFT's LoRA layer with a mask, on a packed weight; a merge packs the weight again."""
+
+    @property
+    def keep(self) -> Tensor:  # type: ignore[override] # unpacked on every access
+        return cast(Tensor, self.get_base_layer().weight) != 0
+
+    def _product(self, inputs: Tensor, adapter: str) -> Tensor:
+        """Computed again for gradients, so that no dense matrix stays in memory."""
+        product: Tensor = checkpoint(super()._product, inputs, adapter, use_reentrant=False, preserve_rng_state=False)
+        return product
+
+    def base_unpacked(self) -> None:
+        super().base_unpacked()
+        _mask(self)
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        self._change(Linear.merge, *args, **kwargs)
+
+    def unmerge(self) -> None:
+        self._change(Linear.unmerge)
+
+    def _change(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call a method of PEFT that changes a dense base layer, and pack the new weight; unchanged on errors."""
+        base: Any = self.get_base_layer()
+        dense: Any = nn.Linear(base.in_features, base.out_features, False, "meta")
+        merged = [*self.merged_adapters]
+        dense.weight = nn.Parameter(base.weight, requires_grad=False)
+        dense.bias = None if base.bias is None else nn.Parameter(base.bias.detach().clone(), requires_grad=False)
+        self.base_layer = dense
+        try:
+            method(self, *args, **kwargs)
+            base.pack(dense.weight)
+        except BaseException:
+            self.merged_adapters = merged
+            raise
+        finally:
+            self.base_layer = base
+        if base.bias is not None:
+            base.bias.data = dense.bias.data
+
+
+_MASKED: dict[type, Any] = {
+    Linear: SparseLinear,
+    PackedLoraLinear: SparsePackedLinear,
+    ParamWrapper: SparseParameter,
+}
 _CUSTOM_MODULES: Any = {nn.Module: masked_adapter}  # PEFT also accepts a function

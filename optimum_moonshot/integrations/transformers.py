@@ -15,10 +15,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
-from ..checkpoint.weight_files import EXPLICIT, METHOD, PACKED_INDEX, check_config_entry, config_entry, described_layers
+from ..checkpoint.quantization_config import MoonshotPrunedCheckpoint
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, described_layers
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
@@ -26,53 +27,14 @@ from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
+from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry, total_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .conversion import PackedExperts
 
-_RUNTIMES = ("dense", "packed", "auto")
 _WEIGHT = ".weight"
-
-
-class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
-    """The runtime of the layers of a pruned checkpoint, as `quantization_config` of `from_pretrained`.
-
-    ```python
-    config = MoonshotPrunedCheckpoint(runtime="auto")
-    model = AutoModelForCausalLM.from_pretrained("Llama-3.2-1B-2of4-packed", quantization_config=config)
-    ```
-
-    transformers also builds it from the entry in config.json of a packed checkpoint, and names it in its error for a
-    `MoonshotConfig` that is passed for an already pruned model.
-
-    Args:
-        runtime: "dense", "packed" or "auto", as for `load_pruned`.
-
-    Raises:
-        MoonshotError: another runtime.
-    """
-
-    quant_method = cast(QuantizationMethod, METHOD)
-
-    def __init__(self, runtime: str = "dense"):
-        check_runtime(runtime, _RUNTIMES)
-        self.runtime = runtime
-
-    @classmethod
-    def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
-        """Read the entry in config.json; the runtime is the caller's choice, other arguments are ignored."""
-        check_config_entry(config_dict)
-        return cls()
-
-    def to_dict(self) -> dict[str, Any]:
-        return config_entry()
-
-    def get_loading_attributes(self) -> dict[str, Any]:
-        """Return the attributes that transformers copies to the configuration of config.json."""
-        return {"runtime": self.runtime}
 
 
 class MoonshotQuantizer(HfQuantizer):
@@ -92,6 +54,8 @@ class MoonshotQuantizer(HfQuantizer):
             self.pruning = quantization_config
         else:
             self.runtime = self.request.runtime or quantization_config.runtime
+            contradiction = quantization_config.dequantize and self.runtime != "dense"
+            require(not contradiction, f"it contradicts runtime={self.runtime!r}", field="dequantize", value=True)
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model

@@ -1,0 +1,53 @@
+"""The `quantization_config` of pruned checkpoints in transformers."""
+
+from typing import Any, cast
+
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
+
+from ..errors import require
+from ..runtime.runtime_selection import check_runtime
+from .weight_files import METHOD, check_config_entry, config_entry
+
+_RUNTIMES = ("dense", "packed", "auto")
+
+
+class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
+    """The runtime of the layers of a pruned checkpoint, as `quantization_config` of `from_pretrained`.
+
+    ```python
+    config = MoonshotPrunedCheckpoint(runtime="auto")
+    model = AutoModelForCausalLM.from_pretrained("Llama-3.2-1B-2of4-packed", quantization_config=config)
+    ```
+
+    transformers also builds it from the entry in config.json of a packed checkpoint, and names it in its error for a
+    `MoonshotConfig` that is passed for an already pruned model. A model with packed layers has it as
+    `model.config.quantization_config`.
+
+    Args:
+        runtime: "dense", "packed" or "auto", as for `load_pruned`.
+        dequantize: True for runtime="dense", as transformers names it in other configurations.
+
+    Raises:
+        MoonshotError: another runtime, or `dequantize` with a runtime other than "dense".
+    """
+
+    quant_method = cast(QuantizationMethod, METHOD)
+
+    def __init__(self, runtime: str = "dense", dequantize: bool = False):
+        check_runtime(runtime, _RUNTIMES)
+        contradiction = dequantize and runtime != "dense"
+        require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)
+        self.runtime, self.dequantize = runtime, dequantize
+
+    @classmethod
+    def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
+        """Read the entry in config.json; the runtime is the caller's choice, other arguments are ignored."""
+        check_config_entry(config_dict)
+        return cls()
+
+    def to_dict(self) -> dict[str, Any]:
+        return config_entry()
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Return the attributes that transformers copies to the configuration of config.json."""
+        return {"runtime": self.runtime, "dequantize": self.dequantize}
