@@ -45,6 +45,10 @@ class MoonshotConfig:
         bits: 8, 4 or 3 also rounds the surviving weights to a symmetric grid of 2^bits - 1 values, by the same
             objective: SparseGPT while it prunes, other solvers afterwards. ``MoonshotConfig(bits=4)``, without a
             pattern or a sparsity, quantizes a dense model. None does not.
+        target_bytes: bytes (or "500MB") of the packed checkpoint of the whole model, in place of a sparsity: with
+            allocation="fisher" each matrix gets the sparsity, and unless `bits` are given also the bits of its
+            survivors (8, 4, 3 or those of the model's dtype), that cost the model least. None sets no such target.
+        bits_per_weight: as `target_bytes`, by the mean number of bits per weight of the pruned layers.
         quant_group: consecutive inputs of a row that share one scale of the grid, a multiple of 64.
         group_size: consecutive columns that are removed together; pattern="structured" only. In a model these are
             neurons, so that widths remain multiples of it; attention heads are always removed whole.
@@ -124,6 +128,8 @@ class MoonshotConfig:
     sparsity: float | None = None
     bits: int | None = None
     quant_group: int = 128
+    target_bytes: int | str | None = None
+    bits_per_weight: float | None = None
     group_size: int = 1
     # Excluded from the hash, because a dict has none.
     allocation: str | dict[str, float | str] = dataclasses.field(default="uniform", hash=False)
@@ -161,6 +167,7 @@ class MoonshotConfig:
         self._set_dense_pattern()
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         check_values(values)
+        _ = self.target_bytes_number, Grid(8 if self.bits is None else self.bits, self.quant_group)
         check_combinations(values)
         if isinstance(self.allocation, dict):
             object.__setattr__(self, "allocation", dict(self.allocation))
@@ -170,7 +177,11 @@ class MoonshotConfig:
         self._set_solver_options(solver)
         for field in ("targets", "ignore"):
             object.__setattr__(self, field, check_expressions(field, values[field]))
-        _ = self.max_memory_bytes, Grid(8 if self.bits is None else self.bits, self.quant_group)
+        _ = (
+            self.max_memory_bytes,
+            self.target_bytes_number,
+            Grid(8 if self.bits is None else self.bits, self.quant_group),
+        )
 
     def _set_dense_pattern(self) -> None:
         """Without a pattern, or without anything to remove, `bits` quantizes all weights."""
@@ -179,9 +190,14 @@ class MoonshotConfig:
         require(not without or not self.sparsity, "give a pattern", field="sparsity", value=self.sparsity)
         if without:
             object.__setattr__(self, "pattern", Unstructured.kind)
-        nothing = self.pattern == Unstructured.kind and self.sparsity is None and self.allocation == "uniform"
-        if self.bits is not None and nothing:
+        nothing = self.pattern == Unstructured.kind and self.sparsity is None
+        if nothing and (self.has_budget or (self.bits is not None and self.allocation == "uniform")):
             object.__setattr__(self, "sparsity", 0.0)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether an allocation divides a number of bytes."""
+        return self.target_bytes is not None or self.bits_per_weight is not None
 
     def _set_solver_options(self, solver: type[Solver]) -> None:
         """Check the solver's hyperparameters, and store each once: the shared ones in their fields."""
@@ -227,6 +243,11 @@ class MoonshotConfig:
     def grid(self) -> Grid | None:
         """`bits` and `quant_group` as one object; None without bits."""
         return None if self.bits is None else Grid(self.bits, self.quant_group)
+
+    @property
+    def target_bytes_number(self) -> int | None:
+        """`target_bytes` as a number."""
+        return None if self.target_bytes is None else memory_size("target_bytes", self.target_bytes)
 
     @property
     def max_memory_bytes(self) -> int | None:

@@ -55,6 +55,9 @@ _INTERVALS = {
 def check_values(values: Mapping[str, Any]) -> None:
     """Raise `MoonshotError` for a field with the wrong type, or out of range."""
     check_number("sparsity", values["sparsity"], optional=True)
+    budget = values["bits_per_weight"]
+    check_number("bits_per_weight", budget, optional=True)
+    require(budget is None or 0 < budget < math.inf, "give a number above 0", field="bits_per_weight", value=budget)
     for field, least in _WHOLE.items():
         if values[field] is not None or field not in _OPTIONAL:
             check_whole(field, values[field], least)
@@ -93,10 +96,25 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     require(allowed, equal, field="allocation", value=allocation, hint=dividable)
     rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
     require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
+    _check_budget(values)
     smaller = Text("{} removes weights from the groups that share a scale", Option("pattern", pattern))
     again = Text("quantize the smaller model in a second run, with {} alone", "bits")
     kept = values["bits"] is None or pattern not in ("structured", Experts.kind)
     require(kept, smaller, field="bits", value=values["bits"], hint=again)
+
+
+def _check_budget(values: Mapping[str, Any]) -> None:
+    """Raise `MoonshotError` unless a budget of bytes is alone, and an allocation can divide it."""
+    budgets = [name for name in ("target_bytes", "bits_per_weight") if values[name] is not None]
+    if not budgets:
+        return
+    field, value = budgets[-1], values[budgets[-1]]
+    require(len(budgets) == 1, Text("give it or {}", budgets[0]), field=field, value=value)
+    message = Text("{} divides it", Option("allocation", "fisher"))
+    require(values["allocation"] == "fisher", message, field="allocation", value=values["allocation"])
+    message = Text("{} determines the sparsity of each matrix; leave it out", Option(field, value))
+    require(values["pattern"] == "unstructured", message, field="pattern", value=values["pattern"])
+    require(not values["sparsity"], message, field="sparsity", value=values["sparsity"])
 
 
 def check_supported(solver: type[Solver], rules: PatternRules, values: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ NAN, INF = float("nan"), float("inf")
 BAD = {
     "solver": ["sparse-gpt", "", None, 3, ["wanda"]],
     "pattern": ["2/4", "0:4", "5:4", "structured", 24, None],
+    "target_bytes": ["many", 0, -5, True],
+    "bits_per_weight": [0, -1, "4", True, NAN, INF],
     "bits": [5, 0, -4, "4", 4.0, True],
     "quant_group": [0, -64, 100, 64.0, "128", None, True],
     "group_size": [0, -1, 2.0, "8", True, None, 8],

@@ -14,6 +14,7 @@ from ..pipeline.stages import FullModelPipeline, Stage
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from .block_scores import allocate, block_scores
+from .byte_budget import byte_patterns
 from .fisher import fisher_patterns, gather_curves
 
 
@@ -27,7 +28,8 @@ def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
     if selection.config.allocation == "fisher":
         gather_curves(prepared, variants)
         for variant in variants:
-            patterns, note = fisher_patterns(variant)
+            budget = variant.selection.config.has_budget
+            patterns, note = byte_patterns(variant, prepared.model) if budget else fisher_patterns(variant)
             variant.patterns |= patterns
             variant.notes.append(note)
         return

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from ..data.batches import batch_size, spread_samples
 from ..model.layers import PrunableLayer
+from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert
 from ..pipeline.collect import StatisticsTask
@@ -35,6 +36,7 @@ from ..pipeline.solve import Statistics
 from ..pipeline.variant import Variant, share_curves
 from ..progress import progress_bar
 from .block_scores import exact_patterns
+from .byte_budget import allocated_bits
 from .loss_curves import SampledRows, loss_curve, sampled_count, trial_patterns
 
 ONE_N = "the experts of a layer have one n, since config.json says one pattern of a layer"
@@ -70,8 +72,10 @@ class CurveMeasurement(StatisticsTask):
 
     def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
         self.bar.set_postfix_str(layer.name)
+        config = self.prepared.selection.config
         for patterns, lacking in self.lacking(layer).items():
-            curve = loss_curve(self.prepared.selection.solver, layer, statistics, patterns)
+            grids = [Grid(bits, config.quant_group) for bits in allocated_bits(config)]
+            curve = loss_curve(self.prepared.selection.solver, layer, statistics, patterns, grids)
             for variant in lacking:
                 variant.store.put_curve(layer.name, curve)
                 self.measured.append((self.variants.index(variant), layer.name, curve))

@@ -1,7 +1,7 @@
 """The loss of a layer at several sparsities, estimated on some rows and samples of the dense model."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..calibration.observer import LayerStatistics
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
+from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern, Unstructured
 from ..pipeline.slices import ShardedExperts
@@ -40,10 +41,17 @@ def sampled_rows(layer: PrunableLayer) -> slice:
 
 
 @torch.no_grad()
-def loss_curve(solver: Solver, layer: PrunableLayer, statistics: Statistics, patterns: Sequence[Pattern]) -> LossCurve:
+def loss_curve(
+    solver: Solver,
+    layer: PrunableLayer,
+    statistics: Statistics,
+    patterns: Sequence[Pattern],
+    grids: Sequence[Grid] = (),
+) -> LossCurve:
     """The estimated losses of a dense layer at `trial_patterns`, and at sparsity 1 if these are unstructured.
 
-    The statistics are G, and the gradients A_n of `sampled_rows`. Each expert has a separate curve.
+    The statistics are G, and the gradients A_n of `sampled_rows`. Each expert has a separate curve. Survivors are also
+    rounded to nearest on each of the `grids`.
 
     Raises:
         FactorizationError: a matrix's quadratic stays singular at the largest damping; it names the layer.
@@ -52,18 +60,23 @@ def loss_curve(solver: Solver, layer: PrunableLayer, statistics: Statistics, pat
     try:
         if layer.separate:
             assert not hasattr(statistics, "solve")
-            return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns)
+            return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns, grids)
         assert isinstance(statistics, LayerStatistics)
-        curve = _matrix_curve(solver, weight, statistics, patterns)
+        curve = _matrix_curve(solver, weight, statistics, patterns, grids)
     except FactorizationError as error:
         raise error.within(layer.name) from None
     scale = layer.shape[0] / len(weight)
     losses = tuple(scale * loss for loss in curve.losses)
-    return dataclasses.replace(curve, size=layer.shape[0] * layer.shape[1], losses=losses)
+    quantized = {bits: tuple(scale * loss for loss in each) for bits, each in curve.quantized.items()}
+    return dataclasses.replace(curve, size=layer.shape[0] * layer.shape[1], losses=losses, quantized=quantized)
 
 
 def _expert_curves(
-    solver: Solver, weights: Tensor, statistics: LayerStatistics | ExpertStatistics, patterns: Sequence[Pattern]
+    solver: Solver,
+    weights: Tensor,
+    statistics: LayerStatistics | ExpertStatistics,
+    patterns: Sequence[Pattern],
+    grids: Sequence[Grid],
 ) -> LossCurve:
     """The curve of a layer of experts [E, d_out, d_in], with those of each.
 
@@ -74,22 +87,31 @@ def _expert_curves(
     for index, expert in enumerate(statistics.groups(len(weights))):
         if expert is None:
             continue  # another process solves it
-        curve = None if expert.gradients is None else _matrix_curve(solver, weights[index], expert, patterns)
+        curve = None if expert.gradients is None else _matrix_curve(solver, weights[index], expert, patterns, grids)
         few = expert.tokens is not None and is_under_calibrated(int(expert.tokens), expert.inputs.shape[-1])
         measured.append((curve, curve is None or few))
     if isinstance(statistics, ShardedExperts):
         measured = statistics.all_gather(measured)
     reliable = [curve for curve, few in measured if curve is not None and not few]
     reliable = reliable or [curve for curve, _ in measured if curve is not None]
-    sums = [sum(losses) for losses in zip(*(curve.losses for curve in reliable), strict=True)] or [0.0] * len(points)
-    mean = LossCurve(size, points, tuple(loss / max(1, len(reliable)) for loss in sums))
+    nothing = LossCurve(size, points, (0.0,) * len(points), (), {g.bits: (0.0,) * (len(points) + 1) for g in grids})
+    mean = _total(reliable or [nothing], size, 1 / max(1, len(reliable)))
     experts = tuple(mean if few else curve or mean for curve, few in measured)
-    total = tuple(map(sum, zip(*(curve.losses for curve in experts), strict=True)))
-    return LossCurve(weights.numel(), points, total, experts)
+    return dataclasses.replace(_total(experts, weights.numel()), experts=experts)
+
+
+def _total(curves: Sequence[LossCurve], size: int, factor: float = 1.0) -> LossCurve:
+    """The sum of curves with the same points, times a factor."""
+
+    def total(losses: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+        return tuple(factor * sum(each) for each in zip(*losses, strict=True))
+
+    quantized = {bits: total(curve.quantized[bits] for curve in curves) for bits in curves[0].quantized}
+    return LossCurve(size, curves[0].sparsities, total(curve.losses for curve in curves), (), quantized)
 
 
 def _matrix_curve(
-    solver: Solver, weight: Tensor, statistics: LayerStatistics, patterns: Sequence[Pattern]
+    solver: Solver, weight: Tensor, statistics: LayerStatistics, patterns: Sequence[Pattern], grids: Sequence[Grid]
 ) -> LossCurve:
     """The curve of a matrix [d_out, d_in], or of some rows of one."""
     gradients = statistics.gradients
@@ -101,8 +123,14 @@ def _matrix_curve(
     trials = solver.trials(objective, patterns)
     if isinstance(patterns[-1], Unstructured):
         trials = [*trials, torch.zeros_like(weight)]
-    losses = gradients.losses(torch.stack([pruned - weight for pruned in trials]), statistics.limit)
-    return LossCurve(weight.numel(), _points(patterns), tuple(losses.tolist()))
+    importance = statistics.inputs if statistics.inputs.ndim == 1 else statistics.inputs.diagonal()[None]
+
+    def losses(weights: Sequence[Tensor]) -> tuple[float, ...]:
+        deltas = torch.stack([each - weight for each in weights])
+        return tuple(gradients.losses(deltas, statistics.limit).tolist())
+
+    quantized = {grid.bits: losses([grid.nearest(each, importance) for each in (weight, *trials)]) for grid in grids}
+    return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized)
 
 
 def _points(patterns: Sequence[Pattern]) -> tuple[float, ...]:

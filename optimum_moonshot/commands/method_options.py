@@ -33,6 +33,12 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "quantize a dense model. Default: none",
     },
     "quant_group": {"type": int, "help": "consecutive inputs that share a scale with --bits (128)"},
+    "target_bytes": {
+        "metavar": "SIZE",
+        "help": 'size of the packed checkpoint, such as "500MB": --allocation fisher chooses sparsity and bits of each '
+        "matrix",
+    },
+    "bits_per_weight": {"type": float, "help": "as --target-bytes, by the mean bits per weight of the pruned layers"},
     "group_size": {"type": int, "help": "neurons that are removed together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",

@@ -9,10 +9,12 @@ condition), so it is found by sorting the slopes of small steps instead of by it
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+
+from ..errors import require
 
 # Intervals between the lowest and the highest sparsity of a matrix on which curves are evaluated.
 CELLS = 512
@@ -32,6 +34,12 @@ class LossCurve:
     sparsities: tuple[float, ...]  # ascending, in (0, 1], two or more
     losses: tuple[float, ...]  # nonnegative
     experts: tuple["LossCurve", ...] = ()  # of its experts, whose losses sum to these; may be empty
+    # Bits → losses of the survivors rounded to these, at sparsity 0 and at `sparsities`.
+    quantized: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def of_bits(self, bits: int) -> "LossCurve":
+        """The curve of survivors rounded to some bits, whose first point is at sparsity 0."""
+        return LossCurve(self.size, (0.0, *self.sparsities), self.quantized[bits])
 
     def values(self, sparsities: Sequence[float]) -> list[float]:
         """Losses at ascending sparsities, by linear interpolation and extrapolation of the logarithm."""
@@ -79,6 +87,53 @@ def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[st
     missing = wanted - sum(curves[name].size * cells for name, cells in below.items())
     fraction = missing / sum(curves[name].size * cells for name, cells in equal.items())
     return {name: min(1.0, max(0.0, low + width * (below[name] + fraction * equal[name]))) for name in curves}
+
+
+def divide_bytes(choices: Mapping[str, Sequence[tuple[float, float]]], budget: float) -> dict[str, int]:
+    """The choice of each matrix, by its index, that approximately minimises the sum of the losses within a budget.
+
+    A choice is (bytes, loss). Greedy by loss per byte along the lower convex hull of each matrix's choices, from the
+    smallest ones on; the remainder of the budget is spent on the cheapest choices that fit. The result exceeds the
+    minimum by at most one step of a hull.
+
+    Raises:
+        MoonshotError: the smallest choices exceed the budget.
+    """
+    taken = {name: list(each).index(min(each)) for name, each in choices.items()}
+    left = budget - sum(choices[name][index][0] for name, index in taken.items())
+    require(left >= 0, f"the smallest choices take {budget - left:.0f} bytes of {budget:.0f}", hint="raise the budget")
+    steps = []  # (slope, bytes of the hull's vertex, matrix, index)
+    for name, points in choices.items():
+        hull = _lower_hull(points)
+        for before, after in pairwise(hull):
+            slope = (points[after][1] - points[before][1]) / (points[after][0] - points[before][0])
+            steps.append((slope, points[after][0], name, after))
+    for _, _, name, index in sorted(steps):
+        cost = choices[name][index][0] - choices[name][taken[name]][0]
+        if 0 < cost <= left:
+            taken[name], left = index, left - cost
+    for name, points in choices.items():
+        size, loss = points[taken[name]]
+        least, bytes_then, best = min((other, more, i) for i, (more, other) in enumerate(points) if more - size <= left)
+        if least < loss:
+            taken[name], left = best, left - (bytes_then - size)
+    return taken
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points on the lower convex hull from the smallest one to the least loss, by ascending bytes."""
+    hull: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: points[i]):
+        size, loss = points[index]
+        if hull and (size == points[hull[-1]][0] or loss >= points[hull[-1]][1]):
+            continue
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
+            if (y1 - y0) * (size - x0) < (loss - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull
 
 
 def _ascending(slopes: list[float]) -> list[float]:

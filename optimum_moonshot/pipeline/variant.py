@@ -64,7 +64,8 @@ class Variant:
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
         """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""
         pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
-        pattern, grid = pattern.nearest if isinstance(pattern, MixedNM) else pattern, self.selection.config.grid
+        config, pattern = self.selection.config, pattern.nearest if isinstance(pattern, MixedNM) else pattern
+        grid = pattern.grid if config.has_budget else config.grid
         return pattern if grid is None else replace(pattern, grid=replace(grid, dtype=layer.parameter.dtype))
 
     def put(self, report: LayerReport, weight: Tensor) -> None:

@@ -25,6 +25,7 @@ from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
 
 _POINTS = ("sparsities", "losses")  # fields of a `LossCurve`
+_QUANTIZED = "quantized"
 _EXPERTS = "experts"  # the losses of each expert, in the file of a mixture's curve
 
 
@@ -70,7 +71,9 @@ class ResultStore:
                 sparsities, losses = (tuple(tensors[field].tolist()) for field in _POINTS)
                 each = tensors[_EXPERTS].tolist() if _EXPERTS in tensors else []
                 experts = (LossCurve(values["size"] // len(each), sparsities, tuple(losses_of)) for losses_of in each)
-                self.curves[values["name"]] = LossCurve(values["size"], sparsities, losses, tuple(experts))
+                rounded = zip(values["bits"], tensors[_QUANTIZED].tolist(), strict=True) if values["bits"] else ()
+                quantized = {bits: tuple(losses_of) for bits, losses_of in rounded}
+                self.curves[values["name"]] = LossCurve(values["size"], sparsities, losses, tuple(experts), quantized)
         for path, values, _ in folder.saved(LAYERS):
             damaged += values is None
             if values is not None:
@@ -140,7 +143,9 @@ class ResultStore:
             points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
             if curve.experts:
                 points[_EXPERTS] = torch.tensor([expert.losses for expert in curve.experts], dtype=torch.float64)
-            self.folder.save(CURVES, name, points, {"name": name, "size": curve.size})
+            if curve.quantized:
+                points[_QUANTIZED] = torch.tensor(list(curve.quantized.values()), dtype=torch.float64)
+            self.folder.save(CURVES, name, points, {"name": name, "size": curve.size, "bits": list(curve.quantized)})
         self.curves[name] = curve
 
     def put_rotation(self, state: Learned) -> None:

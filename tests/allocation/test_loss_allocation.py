@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity, divide_steps
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_bytes, divide_sparsity, divide_steps
 
 KNOTS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985, 1.0)
 
@@ -137,3 +138,43 @@ def test_budgets_of_zero_and_of_all_weights():
     assert divide_steps(losses, sizes, 24) == {"a": 2, "b": 2}
     assert divide_steps(losses, sizes, 7) == {"a": 0, "b": 1}
     assert divide_steps(losses, sizes, 6.9) == {"a": 1, "b": 0}
+
+
+def random_choices(seed, matrices=4, count=5):
+    generator = random.Random(seed)
+    return {f"m{m}": [(generator.randint(1, 40), generator.random()) for _ in range(count)] for m in range(matrices)}
+
+
+def exhaustive(choices, budget):
+    """The least sum of losses within a budget, by trying everything."""
+    totals = (tuple(map(sum, zip(*each, strict=True))) for each in itertools.product(*choices.values()))
+    return min(loss for size, loss in totals if size <= budget)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_are_divided_within_one_step_of_the_minimum(seed):
+    choices = random_choices(seed)
+    smallest = sum(min(each)[0] for each in choices.values())
+    for budget in (smallest, smallest + 20, smallest + 60, 1000):
+        taken = divide_bytes(choices, budget)
+        size, loss = (sum(choices[name][index][field] for name, index in taken.items()) for field in (0, 1))
+        least = exhaustive(choices, budget)
+        step = max(max(each)[1] for each in choices.values())
+        assert size <= budget
+        assert least <= loss + 1e-12 and loss <= least + step
+    assert loss == pytest.approx(least)  # enough for every matrix's best choice
+
+
+def test_a_larger_budget_never_loses_more():
+    choices = random_choices(3, matrices=12, count=9)
+    smallest = sum(min(each)[0] for each in choices.values())
+    losses = []
+    for budget in range(smallest, smallest + 300, 10):
+        taken = divide_bytes(choices, budget)
+        losses.append(sum(choices[name][index][1] for name, index in taken.items()))
+    assert losses[-1] == pytest.approx(min(losses)) and losses[0] == pytest.approx(max(losses))
+
+
+def test_a_budget_below_the_smallest_choices_is_refused():
+    with pytest.raises(MoonshotError, match="the smallest choices take 7 bytes of 6"):
+        divide_bytes({"a": [(3, 1.0), (9, 0.0)], "b": [(4, 1.0)]}, 6)

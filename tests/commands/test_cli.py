@@ -86,7 +86,7 @@ def test_only_explicit_options_reach_the_config(toy):
         "rotation_lr": 0.02,
         "rotation_rows": 512,
     }
-    excluded = {"rotation", "bits", "quant_group"}  # by pattern="structured"
+    excluded = {"rotation", "bits", "quant_group", "target_bytes", "bits_per_weight"}  # by pattern="structured"
     assert set(settings) == set(method_options.CONFIG_OPTIONS) - excluded
     quantized = method_options.make_config(parse("--pattern", "2:4", "--bits", "4", "--quant-group", "64"))
     assert quantized == MoonshotConfig(pattern="2:4", bits=4, quant_group=64)

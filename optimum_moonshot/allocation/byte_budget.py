@@ -1,0 +1,106 @@
+"""`allocation="fisher"` with a budget of bytes: a sparsity and a number of bits for every matrix.
+
+Each matrix chooses from combinations of a sparsity and the bits of its survivors. The losses are those of
+`loss_curves`, where survivors are rounded to nearest; `divide_bytes` minimises their sum within the budget, which
+includes everything else in a packed checkpoint.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..config import MoonshotConfig
+from ..model.layers import PrunableLayer
+from ..objective.grid import BITS, BLOCK, Grid
+from ..objective.loss_allocation import LossCurve, divide_bytes
+from ..objective.patterns import Pattern, Unstructured
+from ..pipeline.variant import Variant
+
+# Sparsities of the choices: below 0.3 a bitmask takes more than it saves.
+SPARSITIES = (0.0, *(step / 40 for step in range(12, 39)))
+HEADER_BYTES = 512  # of a tensor in a file: its name, shape and offsets
+TENSORS = 3  # of a packed matrix
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A combination for one matrix; no bits leave the survivors in the model's dtype."""
+
+    sparsity: float
+    bits: int | None
+
+    def bytes(self, layer: PrunableLayer, quant_group: int) -> float:
+        """Expected bytes of the packed matrix [d_out, d_in], or of the dense one where that is smaller."""
+        (d_out, d_in), itemsize = layer.shape, layer.parameter.dtype.itemsize
+        weights, mask = d_out * d_in, d_out * -(-d_in // 8)
+        survivors = (1 - self.sparsity) * weights
+        if self.bits is None:
+            return min(weights * itemsize, survivors * itemsize + mask)
+        scales = d_out * Grid(self.bits, quant_group).groups(d_in) * itemsize
+        codes = survivors * self.bits / 8
+        if self.sparsity:  # the codes of a block end with a whole byte
+            padding = {8: 0.0, 4: 0.25, 3: 0.4375}[self.bits]
+            codes += mask + padding * d_out * -(-d_in // BLOCK)
+        return codes + scales
+
+
+def allocated_bits(config: MoonshotConfig) -> tuple[int, ...]:
+    """The bits among which an allocation chooses, beside those of the model's dtype; none without a budget."""
+    if not config.has_budget:
+        return ()
+    return BITS if config.bits is None else (config.bits,)
+
+
+def byte_patterns(variant: Variant, model: nn.Module) -> tuple[dict[str, Pattern], str]:
+    """The pattern of every layer of a variant that has a curve, with its grid, and a note for the report.
+
+    Raises:
+        MoonshotError: the budget is below the smallest choices.
+    """
+    config, curves = variant.selection.config, variant.store.curves
+    layers = {layer.name: layer for layer in variant.selection.layers if layer.name in curves}
+    choices = {name: _choices(config, curves[name]) for name in layers}
+    points = {
+        name: [(choice.bytes(layers[name], config.quant_group), loss) for choice, loss in each.items()]
+        for name, each in choices.items()
+    }
+    budget = _budget(config, layers, model)
+    chosen = {name: list(choices[name])[index] for name, index in divide_bytes(points, budget).items()}
+    patterns: dict[str, Pattern] = {}
+    for name, choice in chosen.items():
+        grid = None if choice.bits is None else Grid(choice.bits, config.quant_group)
+        patterns[name] = Unstructured(choice.sparsity, exact=True, grid=grid)
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
+    taken = sum(choice.bytes(layers[name], config.quant_group) for name, choice in chosen.items())
+    counts = Counter("unrounded" if choice.bits is None else f"{choice.bits} bits" for choice in chosen.values())
+    kinds = ", ".join(f"{count} layers {kind}" for kind, count in sorted(counts.items()))
+    sparsities = [choice.sparsity for choice in chosen.values()] or [0.0]
+    low, high = min(sparsities), max(sparsities)
+    mean = f"{8 * taken / max(1, weights):.3f} bits a weight"
+    return patterns, f"Fisher allocation: {kinds}, sparsities {low:.3f} to {high:.3f}; {mean}"
+
+
+def _choices(config: MoonshotConfig, curve: LossCurve) -> dict[Choice, float]:
+    """The loss of each combination."""
+    choices: dict[Choice, float] = {}
+    if config.bits is None:
+        losses = [0.0, *curve.values(SPARSITIES[1:])]
+        choices |= {Choice(s, None): loss for s, loss in zip(SPARSITIES, losses, strict=True)}
+    for bits in curve.quantized:
+        losses = curve.of_bits(bits).values(SPARSITIES)
+        choices |= {Choice(s, bits): loss for s, loss in zip(SPARSITIES, losses, strict=True)}
+    return choices
+
+
+def _budget(config: MoonshotConfig, layers: Mapping[str, PrunableLayer], model: nn.Module) -> float:
+    """Bytes for the layers."""
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
+    if config.bits_per_weight is not None:
+        return config.bits_per_weight * weights / 8
+    pruned = {id(layer.parameter) for layer in layers.values()}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in pruned]
+    assert config.target_bytes_number is not None
+    headers = HEADER_BYTES * (TENSORS * len(layers) + len(others))
+    return config.target_bytes_number - sum(each.nbytes for each in others) - headers
