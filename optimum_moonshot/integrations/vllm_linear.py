@@ -25,7 +25,7 @@ from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_la
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
 from ..packing import Codec
-from ..runtime.packed_linear import packed_parts
+from ..runtime.packed_module import packed_parts
 from ..runtime.smallest import pack_if_smaller
 from .conversion import unpacked
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from reprlib import repr as short
 from typing import Any
@@ -72,6 +72,10 @@ class PackedLayer:
         if self.transposed:
             return self.shape[1], self.shape[0]
         return self.shape[0], int(torch.Size(self.shape[1:]).numel())
+
+    def expert(self, transposed: bool) -> "PackedLayer":
+        """The entry of one of the experts' matrices, of a weight [E, out, in], or [E, in, out] if `transposed`."""
+        return replace(self, shape=self.shape[1:], transposed=transposed)
 
     @property
     def nm(self) -> NM | None:
