@@ -111,10 +111,19 @@ class PackedLayer:
         Raises:
             MoonshotError: a tensor is missing, or they do not have this shape.
         """
-        parts = self.parts(weight, tensors)
-        self.codec.check(parts, self.matrix)
+        parts = self.checked(weight, tensors)
         dense = self.codec.unpack(parts, self.matrix)
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
+
+    def checked(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
+        """As `parts`, in any dtype.
+
+        Raises:
+            MoonshotError: a tensor is missing, or they do not have this shape.
+        """
+        parts = self.parts(weight, tensors)
+        self.codec.check(parts, self.matrix)
+        return parts
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
         """The packed tensors of a weight, by suffix, for its codec.
