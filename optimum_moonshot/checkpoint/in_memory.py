@@ -218,7 +218,8 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
         return f"{DENSE}packing makes it no smaller"
     verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, weight.device)
     if verdict.faster:
-        stacked = layer.codec.stack([layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices])
+        packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
+        stacked = layer.codec.stack(packed, [len(matrix) for matrix in matrices])
         hold_packed(model, name, layer, {suffix: part.to(weight.device) for suffix, part in stacked.items()})
     return runtime_entry(verdict)
 

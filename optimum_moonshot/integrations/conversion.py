@@ -19,8 +19,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from ..checkpoint.weight_files import Layers, Tensors, described_layers
 from ..checkpoint.weight_names import Target, conversions_of, followed_names, merged_weights, parameter_names, renamed
 from ..errors import naming, require
-from ..objective.patterns import Unstructured
-from ..packing import PackedLayer, suffixes, weight_of
+from ..objective.patterns import NM, Unstructured
+from ..packing import Codec, PackedLayer, suffixes, weight_of
 from ..packing.codec import Parts
 
 _NAME = "moonshot-expert"  # matches no pattern of a model
@@ -115,7 +115,9 @@ class PackedExperts:
         tensors = [tensor for name, tensor in self.stored.items() if weight_of(name) in names or name in names]
         first = next(name for name in names if name in self.layers)
         empty = {suffix: part[:0] for suffix, part in self.layers[first].parts(first, self.stored).items()}
-        return StoredStack(replace(entries[0], shape=shape, pattern=pattern), empty, tensors)
+        mixed = len({entry.format for entry in entries}) > 1
+        obstacle = "its experts are stored in several formats" if mixed else None
+        return StoredStack(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
 
     def conversions(self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]) -> list[Any]:
         """The conversions to add to the model's own.
@@ -171,10 +173,13 @@ class StoredStack(NamedTuple):
     layer: PackedLayer  # the fused weight in the model
     empty: dict[str, Tensor]  # without rows, by suffix
     tensors: list[Tensor]  # all stored tensors
+    obstacle: str | None  # the reason why it cannot be packed in memory, if any
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Placeholders of the packed tensors, by their suffixes, on the weight's device, values in its dtype."""
-        dtypes = {suffix: weight.dtype if part.is_floating_point() else part.dtype for suffix, part in self.empty.items()}
+        dtypes = {
+            suffix: weight.dtype if part.is_floating_point() else part.dtype for suffix, part in self.empty.items()
+        }
         return {
             suffix: torch.empty_like(part, dtype=dtypes[suffix], device=weight.device)
             for suffix, part in self.empty.items()
@@ -189,6 +194,13 @@ class StoredStack(NamedTuple):
         """Bytes of the packed tensors in memory."""
         sizes = (weight.dtype.itemsize if each.is_floating_point() else each.itemsize for each in self.tensors)
         return sum(each.numel() * size for each, size in zip(self.tensors, sizes, strict=True))
+
+
+class _Packed(NamedTuple):
+    """A packed matrix."""
+
+    parts: Parts
+    height: int  # d_out
 
 
 class _Fuse(ConversionOps):
@@ -210,7 +222,8 @@ class _Fuse(ConversionOps):
         path, _, key = parameter.rpartition(".")
         mixture = model.get_submodule(path)
         codec = mixture.packed[key].codec
-        parts = codec.stack(list(self._packed(parameter, order, tensors, mixture.is_transposed, kwargs)))
+        matrices = list(self._packed(parameter, order, tensors, mixture.is_transposed, kwargs))
+        parts = codec.stack([matrix.parts for matrix in matrices], [matrix.height for matrix in matrices])
         dtype = self.dtypes[target]
         return {
             f"{path}.{name}": parts[suffix].to(dtype) if parts[suffix].is_floating_point() else parts[suffix]
@@ -239,7 +252,7 @@ class _Fuse(ConversionOps):
 
     def _packed(
         self, parameter: str, order: list[str], tensors: Tensors, transposed: bool, options: dict[str, Any]
-    ) -> Iterator[Parts]:
+    ) -> Iterator[_Packed]:
         """The packed matrices whose rows, in this order, are those of all experts; at most one is dense at a time.
 
         Weights that the model's converter transposes are all dense at once.
@@ -250,13 +263,16 @@ class _Fuse(ConversionOps):
         if rows is not None:
             for name in rows:
                 with naming(name):
-                    yield layers[name].checked(name, tensors) if name in layers else codec.pack(tensors[name].cpu(), None)
+                    if name in layers:
+                        yield _Packed(layers[name].checked(name, tensors), layers[name].matrix[0])
+                    else:
+                        yield _packed(codec, tensors[name])
         elif len(order) == 1:
             with naming(order[0]):
                 yield from _repacked(order[0], layers[order[0]], tensors, transposed)
         else:
             for matrix in self._dense(parameter, order, tensors, options):
-                yield codec.pack((matrix.T if transposed else matrix).cpu(), None)
+                yield _packed(codec, matrix.T if transposed else matrix)
 
     def _row_order(
         self, parameter: str, order: list[str], tensors: Tensors, options: dict[str, Any]
@@ -279,7 +295,7 @@ class _Fuse(ConversionOps):
         return [order[owner] for owner in owners] if whole else None
 
 
-def _repacked(name: str, layer: PackedLayer, tensors: Tensors, transposed: bool) -> Iterator[Parts]:
+def _repacked(name: str, layer: PackedLayer, tensors: Tensors, transposed: bool) -> Iterator[_Packed]:
     """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`."""
     codec, matrix = layer.codec, layer.matrix
     parts = layer.checked(name, tensors)
@@ -287,7 +303,11 @@ def _repacked(name: str, layer: PackedLayer, tensors: Tensors, transposed: bool)
     for expert in range(matrix[0]):
         row = codec.rows(parts, matrix, expert, expert + 1, plan)
         dense = codec.unpack(row, (1, matrix[1])).view(layer.shape[1:])
-        yield codec.pack((dense.T if transposed else dense).cpu(), layer.nm)
+        yield _packed(codec, dense.T if transposed else dense, layer.nm)
+
+
+def _packed(codec: Codec, matrix: Tensor, pattern: NM | None = None) -> _Packed:
+    return _Packed(codec.pack(matrix.cpu(), pattern), len(matrix))
 
 
 def unpacked(

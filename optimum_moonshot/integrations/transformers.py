@@ -151,7 +151,7 @@ class MoonshotQuantizer(HfQuantizer):
             stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
             self.packed = {name: packed.layer for name, packed in layers.items() if name not in stacks}
             if packing:
-                self.chosen = _keep_packed(model, layers | stacks, self.runtime, device_map)
+                self.chosen = _keep_packed(model, {**layers, **stacks}, self.runtime, device_map)
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
             self.stacked = {name: stacks[name].target(name) for name in self.kept if name in stacks}
             self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
@@ -254,6 +254,7 @@ class _StoredWeight(NamedTuple):
     layer: PackedLayer
     stored: str  # its name in the file
     path: str
+    obstacle: str | None = None  # as of a `StoredStack`
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
         """Empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
@@ -302,7 +303,7 @@ def _keep_packed(
         path, layer = name.rpartition(".")[0], stored.layer
         module = model.get_submodule(path)
         device = _device_of(path, device_map)
-        why = obstacle(module, layer, name in shared) if device is not None else "offloaded"
+        why = "offloaded" if device is None else stored.obstacle or obstacle(module, layer, name in shared)
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue

@@ -64,11 +64,11 @@ class Bitmask(Codec):
         offsets = find_offsets(values, meta, shape[1]) if plan is None or plan.offsets is None else plan.offsets
         return dict(zip(self.suffixes, select_rows(values, meta, offsets, first, stop)[:2], strict=True))
 
-    def stack(self, matrices: Sequence[Mapping[str, Tensor]]) -> Parts:
+    def stack(self, matrices: Sequence[Mapping[str, Tensor]], heights: Sequence[int]) -> Parts:
         values, meta = self.suffixes
         if len({parts[values].shape[1:] for parts in matrices}) > 1:  # rows of unequal lengths
             matrices = [{values: parts[values].flatten(), meta: parts[meta]} for parts in matrices]
-        return super().stack(matrices)
+        return super().stack(matrices, heights)
 
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> ProductPlan:
         values, meta = self._parts(parts)

@@ -99,8 +99,13 @@ class Codec(ABC):
             plan: result of `plan` for these tensors; None computes it.
         """
 
-    def stack(self, matrices: Sequence[Mapping[str, Tensor]]) -> Parts:
-        """The tensors of one matrix with the rows of several, in their order; all have the same d_in and dtype."""
+    def stack(self, matrices: Sequence[Mapping[str, Tensor]], heights: Sequence[int]) -> Parts:
+        """The tensors of one matrix with the rows of several, by default theirs one after another.
+
+        Args:
+            matrices: all tensors of each matrix, by suffix; d_in and dtype are equal.
+            heights: d_out of each matrix.
+        """
         return {suffix: torch.cat([parts[suffix] for parts in matrices]) for suffix in self.suffixes}
 
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Any:

@@ -90,7 +90,7 @@ class PackedMixture(PackedModule):
         up = self._product(_up(origin), inputs, counts, experts)
         inner = origin._apply_gate(up) if origin.has_gate else origin.act_fn(up)
         outputs = self._product(_DOWN, inner, counts, experts)
-        return self.post_expert_norm(outputs) if getattr(origin, "has_post_expert_norm", False) else outputs
+        return origin.post_expert_norm(outputs) if getattr(origin, "has_post_expert_norm", False) else outputs
 
     def _product(self, weight: str, inputs: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
         if weight in self.packed:
