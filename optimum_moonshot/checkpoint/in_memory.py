@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from ..model.offload import visiting
 from ..packing import PackedLayer
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
+from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
+from ..runtime.packed_module import PackedMatrix, PackedModule
 from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .packed_files import FORMATS, pruned_layers, save_streamed
@@ -104,22 +106,34 @@ class PackedQuantizer(HfQuantizer):
 def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Replaces `num_parameters` of a model with packed layers: packed weights are buffers."""
     parameters: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
-    return parameters + (0 if only_trainable else sum(prod(each.shape) for each in _packed_layers(model).values()))
+    matrices = (matrix for module in _packed_layers(model).values() for matrix in module.packed.values())
+    return parameters + (0 if only_trainable else sum(prod(matrix.shape) for matrix in matrices))
 
 
 def is_packed(model: nn.Module) -> bool:
     """Whether a layer of the model is packed in memory."""
-    return any(isinstance(module, PackedLinear) for module in model.modules())
+    return any(isinstance(module, PackedModule) for module in model.modules())
 
 
-def obstacle(module: nn.Module, shared: bool) -> str | None:
-    """The reason why the weight of a module, `shared` with other modules or not, cannot be packed in memory, if any."""
+def obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
+    """The reason why a weight of a module, `shared` with other modules or not, cannot be packed in memory, if any."""
     if shared:
         return "tied to another weight"
     adapter = find_layer(module)
-    if adapter is None or adapter.images:
+    if adapter is not None and adapter.images:
         return f"{type(module).__name__} layers are multiplied dense"
+    if adapter is None and not isinstance(module, PackedMixture):
+        why = mixture_obstacle(module) if len(layer.shape) == 3 else f"{type(module).__name__} is multiplied dense"
+        if why is not None:
+            return why
     return "accelerate moves it in every call" if hasattr(module, "_hf_hook") else None
+
+
+def matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer]:
+    """The number of matrices of a weight that can be packed in memory, and the entry of one."""
+    if find_layer(module) is not None or isinstance(module, PackedLinear):
+        return 1, layer
+    return layer.shape[0], layer.expert(cast(Any, module).is_transposed)
 
 
 def save_packed(
@@ -169,13 +183,14 @@ def to_save(model: nn.Module) -> Iterator[None]:
 
 
 class _Unpacked(Mapping[str, Tensor]):
-    """The parameters of the dense original of a packed layer; every access unpacks the weight."""
+    """The parameters of the dense original of a packed layer; every access unpacks a packed weight."""
 
-    def __init__(self, name: str, packed: PackedLinear):
+    def __init__(self, name: str, packed: PackedModule):
         self.dense, self.packed = _origin(name, packed), packed
 
     def __getitem__(self, name: str) -> Tensor:
-        return _dense_weight(self.dense, self.packed) if name == _WEIGHT else self.packed.get_parameter(name)
+        packed = name in self.packed.packed
+        return _dense_weight(self.dense, self.packed, name) if packed else self.packed.get_parameter(name)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.dense.named_parameters())
@@ -197,11 +212,11 @@ def _dense_shapes(model: nn.Module) -> Iterator[None]:
             model.set_submodule(name, module)
 
 
-def _packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+def _packed_layers(model: nn.Module) -> dict[str, PackedModule]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
 
 
-def _origin(name: str, module: PackedLinear) -> nn.Module:
+def _origin(name: str, module: PackedModule) -> nn.Module:
     if module.origin is None:
         raise MoonshotError("it was created packed: it has no dense original").within(name)
     return module.origin
@@ -224,73 +239,95 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
         raise
     trim_host_memory()
     packed = _packed_layers(model).values()
-    dense_bytes = sum(module.shape[0] * module.shape[1] * module.dtype.itemsize for module in packed)
-    log_choices(runtime, chosen, sum(total_bytes(module.parts) for module in packed), dense_bytes)
+    sizes = sum(module.packed_bytes for module in packed), sum(module.dense_bytes for module in packed)
+    log_choices(runtime, chosen, *sizes)
     return note(model, chosen)
 
 
 def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool) -> str:
     """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
-    path = name.rpartition(".")[0]
+    path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    if isinstance(module, PackedLinear):
-        device = next(iter(module.parts.values())).device
-        verdict = packing_verdict(runtime, layer, total_bytes(module.parts), module.dtype, device)
+    if isinstance(module, PackedModule) and key in module.packed:
+        count, single = matrices_of(module, layer)
+        parts = module.parts_of(key)
+        sizes = total_bytes(parts) // count, module.dtype_of(key), next(iter(parts.values())).device
+        verdict = packing_verdict(runtime, single, *sizes)
         if not verdict.faster:
-            _unpack(model, path, module)
+            _unpack(model, path, module, key)
         return runtime_entry(verdict)
-    why = obstacle(module, shared)
+    why = obstacle(module, layer, shared)
     if why is not None:
         return DENSE + why
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    packed_bytes = layer.codec.packed_bytes(layer.as_matrix(weight.detach()), layer.nm)
+    count, single = matrices_of(module, layer)
+    weight = module.get_parameter(key).detach()
+    matrices = [single.as_matrix(each) for each in ([weight] if single is layer else weight)]
+    packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
-    verdict = packing_verdict(runtime, layer, packed_bytes, weight.dtype, weight.device)
+    verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, weight.device)
     if verdict.faster:
-        matrix = layer.as_matrix(weight.detach()).cpu()
-        parts = {suffix: part.to(weight.device) for suffix, part in layer.codec.pack(matrix, layer.nm).items()}
-        model.set_submodule(path, hold_packed(module, layer, parts))
+        packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
+        stacked = layer.codec.stack(packed, [len(matrix) for matrix in matrices])
+        hold_packed(model, name, layer, {suffix: part.to(weight.device) for suffix, part in stacked.items()})
     return runtime_entry(verdict)
 
 
-def hold_packed(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
-    """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight."""
-    packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module, layer.nm)
-    weight = module._parameters[_WEIGHT]
-    assert weight is not None
-    # The meta device keeps its shape and dtype.
-    module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
-    return packed.train(module.training)
+def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts) -> None:
+    """Replace a weight of a module by packed tensors, perhaps empty ones, and release its dense tensor.
+
+    The module is a Linear, a Conv1D or one of experts, of which the weight is the stack of the matrices of all experts.
+    """
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    count, single = matrices_of(module, layer)
+    if find_layer(module) is not None:
+        bias = module._parameters.get("bias")
+        packed: PackedModule = PackedLinear(layer.codec, layer.matrix, parts, bias, module, layer.nm)
+        model.set_submodule(path, packed.train(module.training))
+        return
+    if not isinstance(module, PackedMixture):
+        module = PackedMixture(module)
+        model.set_submodule(path, module)
+    module.hold(key, PackedMatrix(layer.codec, (count * single.matrix[0], single.matrix[1])), parts)
 
 
 def _unpack_all(model: nn.Module) -> None:
     for name, module in _packed_layers(model).items():
-        _unpack(model, name, module)
+        for key in list(module.packed):
+            _unpack(model, name, module, key)
 
 
-def _unpack(model: nn.Module, name: str, module: PackedLinear) -> None:
+def _unpack(model: nn.Module, name: str, module: PackedModule, key: str) -> None:
+    if isinstance(module, PackedMixture):
+        module.unpack(key)
+        if module.packed:
+            return
     model.set_submodule(name, _restored(name, module, meta=False).train(module.training))
     parent: Any = model.get_submodule(name.rpartition(".")[0])
     getattr(parent, "base_unpacked", lambda: None)()  # of an adapter
 
 
-def _restored(name: str, module: PackedLinear, meta: bool) -> nn.Module:
-    """The dense original of a packed layer, with its weight, or an empty one on the meta device."""
+def _restored(name: str, module: PackedModule, meta: bool) -> nn.Module:
+    """The dense original of a packed layer, with its weights, the packed ones empty on the meta device if `meta`."""
     dense = _origin(name, module)
-    before = dense._parameters[_WEIGHT]
-    assert before is not None
-    weight = before.to("meta", module.dtype) if meta else _dense_weight(dense, module)
-    dense._parameters |= {_WEIGHT: nn.Parameter(weight, before.requires_grad), "bias": module.bias}
+    weights: dict[str, nn.Parameter | None] = {}
+    for key in module.packed:
+        before = dense.get_parameter(key)
+        weight = before.to("meta", module.dtype_of(key)) if meta else _dense_weight(dense, module, key)
+        weights[key] = nn.Parameter(weight, before.requires_grad)
+    dense._parameters |= weights | module._parameters
+    dense._buffers |= {key: module._buffers[key] for key in dense._buffers}
     return dense
 
 
 @torch.no_grad()
-def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
+def _dense_weight(dense: nn.Module, packed: PackedModule, key: str) -> Tensor:
+    if isinstance(packed, PackedMixture):
+        return packed.dense(key)
     adapter = find_layer(dense)
     assert adapter is not None
-    return adapter.as_parameter(packed.weight).contiguous()
+    return adapter.as_parameter(packed.matrix_of(key)).contiguous()
 
 
 def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, Any]]:

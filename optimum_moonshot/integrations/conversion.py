@@ -8,8 +8,8 @@ unpacks them and then applies the model's own.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,7 +19,9 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from ..checkpoint.weight_files import Layers, Tensors, described_layers
 from ..checkpoint.weight_names import Target, conversions_of, followed_names, merged_weights, parameter_names, renamed
 from ..errors import naming, require
-from ..packing import PackedLayer, suffixes, weight_of
+from ..objective.patterns import NM, Unstructured
+from ..packing import Codec, PackedLayer, suffixes, weight_of
+from ..packing.codec import Parts
 
 _NAME = "moonshot-expert"  # matches no pattern of a model
 
@@ -69,30 +71,65 @@ class PackedExperts:
     parameters: Mapping[str, str]  # name in the files → parameter of the model, for all weights
     merged: Mapping[str, Target]  # merged weights, by their names in the files
     keys: Mapping[str, str]  # name of a tensor after transformers has renamed it → stored weight
+    stored: Mapping[str, Tensor]  # their tensors in the files, on the meta device
 
     @classmethod
-    def find(cls, model: nn.Module, files: Iterable[str]) -> "PackedExperts | None":
-        """Find them in the files of a packed checkpoint, for a model on the meta device; None if there are none."""
+    def find(cls, model: nn.Module, files: Iterable[str], fused: bool) -> "PackedExperts | None":
+        """Find them in the files of a packed checkpoint, for a model on the meta device; None if there are none.
+
+        With `fused`, also the packed weights of three dimensions without a conversion.
+        """
         layers: Layers = {}
-        stored: list[str] = []
+        stored: Tensors = {}
         for path in files:
             with safe_open(path, "pt") as file:
-                stored += file.keys()
+                stored |= {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
                 layers |= described_layers(file.metadata())
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
         parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
-        packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed_names(model, layers).keys()}
+        followed = {name for name in followed_names(model, layers) if not (fused and len(layers[name].shape) == 3)}
+        packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed}
         selected = {name: parameter for name, parameter in parameters.items() if parameter in packed}
-        keys = renamed(model, [name for name, owner in owners.items() if owner in selected])
+        tensors = {name: stored[name] for name, owner in owners.items() if owner in selected}
+        keys = {key: owners[name] for name, key in renamed(model, tensors).items()}
         layers = {name: layer for name, layer in layers.items() if name in selected}
-        return cls(layers, selected, merged, {key: owners[name] for name, key in keys.items()}) if layers else None
+        return cls(layers, selected, merged, keys, tensors) if layers else None
 
-    def conversions(self, dtypes: Mapping[str, torch.dtype]) -> list[Any]:
-        """The conversions to add to the model's own; `dtypes` of all loaded tensors, by their names in the model."""
+    def stacks(self, model: nn.Module) -> dict[str, "StoredStack"]:
+        """The fused weights of experts, by their names in the model."""
+        sources: dict[str, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            sources.setdefault(parameter, []).append(name)
+        shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in sources}
+        return {
+            parameter: self._stack(names, shapes[parameter])
+            for parameter, names in sources.items()
+            if len(shapes[parameter]) == 3
+        }
+
+    def _stack(self, names: list[str], shape: tuple[int, ...]) -> "StoredStack":
+        entries = [self.layers[name] for name in names if name in self.layers]
+        patterns = {entry.pattern for entry in entries}
+        pattern = entries[0].pattern if len(patterns) == 1 else Unstructured.kind
+        tensors = [tensor for name, tensor in self.stored.items() if weight_of(name) in names or name in names]
+        first = next(name for name in names if name in self.layers)
+        empty = {suffix: part[:0] for suffix, part in self.layers[first].parts(first, self.stored).items()}
+        mixed = len({entry.format for entry in entries}) > 1
+        obstacle = "its experts are stored in several formats" if mixed else None
+        return StoredStack(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
+
+    def conversions(self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]) -> list[Any]:
+        """The conversions to add to the model's own.
+
+        Args:
+            dtypes: of all loaded tensors, by their names in the model.
+            stacked: the `StoredStack.target` of the parameters that stay packed.
+        """
         numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
-        targets = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
-        return [_Numbering(numbers), _Fusing(targets, _Fuse(self, dtypes))]
+        parameters = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
+        targets = {number: stacked.get(parameter, parameter) for number, parameter in parameters.items()}
+        return [_Numbering(numbers), _Fusing(targets, _Fuse(self, dtypes, stacked))]
 
     def restore(self, model: Any) -> None:
         """Restore the conversions of a loaded model, which saving reverses."""
@@ -130,27 +167,147 @@ class _Fusing(WeightConverter):
         super().add_tensor(target_key, source_key, source_key, future)
 
 
-class _Fuse(ConversionOps):
-    """The tensors of a parameter by their names in the files → the parameter."""
+class StoredStack(NamedTuple):
+    """The stored tensors of a fused weight of experts."""
 
-    def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype]):
+    layer: PackedLayer  # the fused weight in the model
+    empty: dict[str, Tensor]  # without rows, by suffix
+    tensors: list[Tensor]  # all stored tensors
+    obstacle: str | None  # the reason why it cannot be packed in memory, if any
+
+    def empty_parts(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        """Placeholders of the packed tensors, by their suffixes, on the weight's device, values in its dtype."""
+        dtypes = {
+            suffix: weight.dtype if part.is_floating_point() else part.dtype for suffix, part in self.empty.items()
+        }
+        return {
+            suffix: torch.empty_like(part, dtype=dtypes[suffix], device=weight.device)
+            for suffix, part in self.empty.items()
+        }
+
+    def target(self, name: str) -> str:
+        """The packed tensor, of the weight with this name, in whose dtype transformers loads those of the files."""
+        names = self.layer.codec.names(name)
+        return next(names[suffix] for suffix, part in self.empty.items() if part.is_floating_point())
+
+    def packed_bytes(self, weight: nn.Parameter) -> int:
+        """Bytes of the packed tensors in memory."""
+        sizes = (weight.dtype.itemsize if each.is_floating_point() else each.itemsize for each in self.tensors)
+        return sum(each.numel() * size for each, size in zip(self.tensors, sizes, strict=True))
+
+
+class _Packed(NamedTuple):
+    """A packed matrix."""
+
+    parts: Parts
+    height: int  # d_out
+
+
+class _Fuse(ConversionOps):
+    """The tensors of a parameter by their names in the files → the parameter, or the packed stack of its matrices."""
+
+    def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
         self.experts, self.dtypes = experts, dtypes
+        self.targets, self.stacked = stacked, {target: parameter for parameter, target in stacked.items()}
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        parameter = kwargs["full_layer_name"]
-        layers, merged = self.experts.layers, self.experts.merged
+        target, model = kwargs["full_layer_name"], kwargs["model"]
         tensors: Tensors = {name: parts[0] for name, parts in input_dict.items()}
-        owners = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
-        converter: Any = None
-        for name in sorted(owners, key=dot_natural_key):
+        layers = self.experts.layers
+        names = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
+        order = sorted(names, key=dot_natural_key)
+        if target not in self.stacked:
+            return {target: self._dense(target, order, tensors, kwargs)}
+        parameter = self.stacked[target]
+        path, _, key = parameter.rpartition(".")
+        mixture = model.get_submodule(path)
+        codec = mixture.packed[key].codec
+        matrices = list(self._packed(parameter, order, tensors, mixture.is_transposed, kwargs))
+        parts = codec.stack([matrix.parts for matrix in matrices], [matrix.height for matrix in matrices])
+        dtype = self.dtypes[target]
+        return {
+            f"{path}.{name}": parts[suffix].to(dtype) if parts[suffix].is_floating_point() else parts[suffix]
+            for suffix, name in codec.names(key).items()
+        }
+
+    def _dense(self, parameter: str, order: list[str], tensors: Tensors, options: dict[str, Any]) -> Tensor:
+        layers, merged = self.experts.layers, self.experts.merged
+        weights: Tensors = {}
+        for name in order:
             with naming(name):
                 weight = layers[name].unpack(name, tensors) if name in layers else tensors[name]
-            weight = weight.to(self.dtypes[parameter])
+            weights[name] = weight.to(self.dtypes[self.targets.get(parameter, parameter)])
             if name not in merged:
-                return {parameter: weight}
-            converter = deepcopy(merged[name].converter) if converter is None else converter
+                return weights[name]
+        return self._merged(parameter, weights, options)
+
+    def _merged(self, parameter: str, weights: Tensors, options: dict[str, Any]) -> Tensor:
+        """The fused parameter by the model's own converter, of weights in the order of their names."""
+        merged = self.experts.merged
+        converter = deepcopy(merged[next(iter(weights))].converter)
+        for name, weight in weights.items():
             converter.add_tensor(parameter, name, merged[name].pattern, weight)
-        return converter.convert(parameter, model=kwargs["model"], config=kwargs["config"])
+        fused: Tensor = converter.convert(parameter, model=options["model"], config=options["config"])[parameter]
+        return fused
+
+    def _packed(
+        self, parameter: str, order: list[str], tensors: Tensors, transposed: bool, options: dict[str, Any]
+    ) -> Iterator[_Packed]:
+        """The packed matrices whose rows, in this order, are those of all experts; at most one is dense at a time.
+
+        Weights that the model's converter transposes are all dense at once.
+        """
+        layers = self.experts.layers
+        codec = next(layers[name].codec for name in order if name in layers)
+        rows = None if transposed else self._row_order(parameter, order, tensors, options)
+        if rows is not None:
+            for name in rows:
+                with naming(name):
+                    if name in layers:
+                        yield _Packed(layers[name].checked(name, tensors), layers[name].matrix[0])
+                    else:
+                        yield _packed(codec, tensors[name])
+        elif len(order) == 1:
+            with naming(order[0]):
+                yield from _repacked(order[0], layers[order[0]], tensors, transposed)
+        else:
+            for matrix in self._dense(parameter, order, tensors, options):
+                yield _packed(codec, matrix.T if transposed else matrix)
+
+    def _row_order(
+        self, parameter: str, order: list[str], tensors: Tensors, options: dict[str, Any]
+    ) -> list[str] | None:
+        """The stored weights in the order of their rows in the parameter; None if its rows are not theirs.
+
+        The model's own converter is applied to the numbers of the rows.
+        """
+        layers, merged = self.experts.layers, self.experts.merged
+        if not all(name in merged and merged[name].keeps_rows for name in order):
+            return None
+        shapes = {name: layers[name].shape if name in layers else tensors[name].shape for name in order}
+        sizes = [shapes[name][0] for name in order]
+        numbers = torch.arange(sum(sizes), device="cpu").split(sizes)
+        columns = {name: rows[:, None] for name, rows in zip(order, numbers, strict=True)}
+        fused = self._merged(parameter, columns, options).flatten()
+        starts = torch.stack([rows[0] for rows in numbers])
+        owners = (torch.searchsorted(starts, fused, right=True) - 1).unique_consecutive().tolist()
+        whole = torch.equal(torch.cat([numbers[owner] for owner in owners]), fused)
+        return [order[owner] for owner in owners] if whole else None
+
+
+def _repacked(name: str, layer: PackedLayer, tensors: Tensors, transposed: bool) -> Iterator[_Packed]:
+    """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`."""
+    codec, matrix = layer.codec, layer.matrix
+    parts = layer.checked(name, tensors)
+    plan = codec.plan(parts, matrix)
+    for expert in range(matrix[0]):
+        row = codec.rows(parts, matrix, expert, expert + 1, plan)
+        dense = codec.unpack(row, (1, matrix[1])).view(layer.shape[1:])
+        yield _packed(codec, dense.T if transposed else dense, layer.nm)
+
+
+def _packed(codec: Codec, matrix: Tensor, pattern: NM | None = None) -> _Packed:
+    return _Packed(codec.pack(matrix.cpu(), pattern), len(matrix))
 
 
 def unpacked(

@@ -32,7 +32,7 @@ from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .conversion import PackedExperts
+    from .conversion import PackedExperts, StoredStack
 
 _WEIGHT = ".weight"
 
@@ -59,7 +59,9 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
-        self.kept: list[str] = []  # modules that stay packed in memory
+        self.kept: list[str] = []  # modules, and fused weights, that stay packed in memory
+        self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredStack.target`
+        self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
         self.shapes: dict[str, torch.Size] = {}  # of all loaded tensors, by config.json
         self.dtypes: dict[str, torch.dtype] = {}  # of the same tensors, by the caller's dtype
@@ -108,12 +110,17 @@ class MoonshotQuantizer(HfQuantizer):
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
             layers = _packed_layers(model, checkpoint_files or [])
-            self.experts = PackedExperts.find(model, checkpoint_files or [])
-            self.packed = {name: packed.layer for name, packed in layers.items()}
-            if self.runtime in ("packed", "auto"):
-                self.chosen = _keep_packed(model, layers, self.runtime, device_map)
+            packing = self.runtime in ("packed", "auto")
+            self.experts = PackedExperts.find(model, checkpoint_files or [], packing)
+            stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
+            self.packed = {name: packed.layer for name, packed in layers.items() if name not in stacks}
+            if packing:
+                self.chosen = _keep_packed(model, {**layers, **stacks}, self.runtime, device_map)
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
-            self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+            self.stacked = {name: stacks[name].target(name) for name in self.kept if name in stacks}
+            self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
+            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+            self.shapes = {name: shape for name, shape in shapes.items() if name not in self.resized}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
@@ -176,7 +183,11 @@ class MoonshotQuantizer(HfQuantizer):
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
         conversions = [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
-        return conversions if self.experts is None else [*conversions, *self.experts.conversions(self.dtypes)]
+        return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
+
+    def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
+        """Whether transformers loads a tensor of any shape; it asks nothing else about a quantized checkpoint."""
+        return param_name in self.resized
 
     def is_serializable(self) -> bool:
         return False  # it is detached before the model can be saved
@@ -207,6 +218,7 @@ class _StoredWeight(NamedTuple):
     layer: PackedLayer
     stored: str  # its name in the file
     path: str
+    obstacle: str | None = None  # as of a `StoredStack`
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
         """Empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
@@ -218,6 +230,10 @@ class _StoredWeight(NamedTuple):
             )
             for suffix, part in self.layer.parts(self.stored, tensors).items()
         }
+
+    def packed_bytes(self, weight: nn.Parameter) -> int:
+        """Bytes of the packed tensors in memory."""
+        return total_bytes(self.empty_parts(weight))
 
 
 def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeight]:
@@ -239,26 +255,29 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
     return weights
 
 
-def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: str, device_map: Any) -> dict[str, str]:
-    """Replace every Linear that stays packed by an empty `PackedLinear`; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import hold_packed, obstacle
+def _keep_packed(
+    model: nn.Module, weights: Mapping[str, "_StoredWeight | StoredStack"], runtime: str, device_map: Any
+) -> dict[str, str]:
+    """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
+    from ..checkpoint.in_memory import hold_packed, matrices_of, obstacle
 
     tied = getattr(model, "all_tied_weights_keys", {})
     shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
     for name, stored in weights.items():
         path, layer = name.rpartition(".")[0], stored.layer
-        module: Any = model.get_submodule(path)
+        module = model.get_submodule(path)
         device = _device_of(path, device_map)
-        why = obstacle(module, name in shared) if device is not None else "offloaded"
+        why = "offloaded" if device is None else stored.obstacle or obstacle(module, layer, name in shared)
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
-        parts = stored.empty_parts(module.weight)
-        verdict = packing_verdict(runtime, layer, total_bytes(parts), module.weight.dtype, device)
-        chosen[path] = runtime_entry(verdict)
+        weight = model.get_parameter(name)
+        packed_bytes, (count, single) = stored.packed_bytes(weight), matrices_of(module, layer)
+        verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, device)
+        chosen[name.removesuffix(_WEIGHT)] = runtime_entry(verdict)
         if verdict.faster:
-            sizes = [sizes[0] + total_bytes(parts), sizes[1] + module.weight.nbytes]
-            model.set_submodule(path, hold_packed(module, layer, parts))
+            sizes = [sizes[0] + packed_bytes, sizes[1] + weight.nbytes]
+            hold_packed(model, name, layer, stored.empty_parts(weight))
     log_choices(runtime, chosen, *sizes)
     return chosen
 

@@ -25,14 +25,14 @@ from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_la
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
 from ..packing import Codec
-from ..runtime.packed_linear import packed_parts
+from ..runtime.packed_module import packed_parts
 from ..runtime.smallest import pack_if_smaller
 from .conversion import unpacked
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
 _WEIGHT = "weight"
 _READ = "_get_weights_iterator"
-_DONE = "_already_called_process_weights_after_loading"  # vLLM removes it when it reloads a layer
+DONE = "_already_called_process_weights_after_loading"  # vLLM removes it when it reloads a layer
 
 
 def unpack_while_loading() -> None:
@@ -74,17 +74,17 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
 
 @dataclass
 class Tally:
-    """Counts of a model's linear layers, for one line in vLLM's log."""
+    """Counts of a model's layers of one kind, for one line in vLLM's log."""
 
+    kind: str
     packed: int = 0
     dense: int = 0
-    experts: int = 0  # layers of fused experts, which stay dense for vLLM's kernels
     bytes: int = 0  # of the weights in memory
     dense_bytes: int = 0  # of the same weights, dense
     reported: bool = False
 
     def add(self, dense_bytes: int, packed_bytes: int | None = None) -> None:
-        """Count a layer by the bytes of its weight; `packed_bytes` is None if it stays dense."""
+        """Count a layer by the bytes of its weights; `packed_bytes` is None if it stays dense."""
         self.packed += packed_bytes is not None
         self.dense += packed_bytes is None
         self.bytes += dense_bytes if packed_bytes is None else packed_bytes
@@ -96,9 +96,7 @@ class Tally:
             self.reported = True
             trim_host_memory()
             sizes = f"{self.bytes / 2**20:.1f} MiB in place of {self.dense_bytes / 2**20:.1f}"
-            _log.info("%d linear layers are packed in memory, %d dense: %s", self.packed, self.dense, sizes)
-            if self.experts:
-                _log.info("the experts of %d layers are dense in memory, for vLLM's kernels", self.experts)
+            _log.info("%d %s are packed in memory, %d dense: %s", self.packed, self.kind, self.dense, sizes)
 
 
 class PackedLinearMethod(LinearMethodBase):
@@ -126,10 +124,10 @@ class PackedLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight [d_out, d_in]; vLLM calls this when the layer is complete, and again when all layers are."""
-        if getattr(layer, _DONE, False):
+        if getattr(layer, DONE, False):
             self.tally.report()
             return
-        setattr(layer, _DONE, True)
+        setattr(layer, DONE, True)
         with naming(self.prefix):
             # A captured graph keeps the old plan.
             require(self.codec is None, "it is packed and cannot be reloaded", hint="create a new engine")

@@ -16,7 +16,7 @@ from ..checkpoint.weight_files import METHOD, check_config_entry
 if TYPE_CHECKING:
     from .vllm_linear import Tally
 
-_EXPERTS = ("FusedMoE", "RoutedExperts")  # vLLM's layers of fused experts, in earlier releases and in later ones
+_EXPERTS = "RoutedExperts"  # vLLM's layer of fused experts
 
 
 class MoonshotQuantization(QuantizationConfig):
@@ -24,7 +24,7 @@ class MoonshotQuantization(QuantizationConfig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tally: Tally | None = None
+        self.tallies: dict[str, Tally] = {}  # by the kind of layers
 
     @classmethod
     def get_name(cls) -> str:
@@ -49,17 +49,20 @@ class MoonshotQuantization(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the linear method of a layer, whose name is `prefix`; embeddings and fused experts stay dense."""
+        """Return the method of a linear layer or of experts, whose name is `prefix`; embeddings stay dense."""
         from vllm.model_executor.layers.linear import LinearBase
 
         from .vllm_linear import PackedLinearMethod, Tally, unpack_while_loading
 
         unpack_while_loading()
-        self.tally = self.tally or Tally()
-        if not isinstance(layer, LinearBase):
-            self.tally.experts += type(layer).__name__ in _EXPERTS
-            return None
-        return PackedLinearMethod(prefix, self.tally)
+        if isinstance(layer, LinearBase):
+            return PackedLinearMethod(prefix, self.tallies.setdefault("linear", Tally("linear layers")))
+        if type(layer).__name__ == _EXPERTS:
+            from .vllm_experts import PackedExpertsMethod
+
+            tally = self.tallies.setdefault("experts", Tally("layers of experts"))
+            return PackedExpertsMethod(layer.moe_config, prefix, tally)
+        return None
 
 
 def register() -> None:

@@ -53,6 +53,12 @@ typedef kernel kernels[DTYPES];
 
 extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot_vbmi2, moonshot_amx, moonshot_neon;
 
+#define PUBLIC __attribute__((visibility("default")))
+
+PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
+                            const uint8_t *meta, const int64_t *offsets, const void *x, int64_t rows,
+                            const void *bias, void *y, int threads);
+
 #define KERNEL(dtype) {dtype##_unpack, dtype##_multiply, dtype##_prepared_bytes, dtype##_prepare, 1, 1}
 
 #define WORD 64 /* columns per word of bits */

@@ -10,8 +10,6 @@
 #include "kernels.h"
 #include "tables.h"
 
-#define PUBLIC __attribute__((visibility("default")))
-
 shuffles moonshot_shuffles __attribute__((aligned(64)));
 
 #if defined(__x86_64__)
@@ -100,7 +98,7 @@ static void fill_shuffles(void) {
 }
 
 /* Version of the interface; Python rejects libraries of another release. */
-PUBLIC int moonshot_version(void) { return 1; }
+PUBLIC int moonshot_version(void) { return 2; }
 
 /* Name of one of the instruction sets that this CPU supports, counted from the slowest; null beyond the last. */
 PUBLIC const char *moonshot_set_name(int which) {
@@ -214,9 +212,8 @@ static int all_finite(const void *x, int64_t count, int dtype) {
 }
 
 /* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype. Returns 0, or -1 if out of memory. */
-PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
-                            const uint8_t *meta, const int64_t *offsets, const void *x, int64_t rows,
-                            const void *bias, void *y, int threads) {
+int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored, const uint8_t *meta,
+                     const int64_t *offsets, const void *x, int64_t rows, const void *bias, void *y, int threads) {
     const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
     const int bytes = dtype == F32 ? 4 : 2;
     void *prepared = NULL;

@@ -20,7 +20,7 @@ from ..errors import require
 _log = logging.getLogger(__name__)
 _PATH = Path(__file__).with_name("libmoonshot.so")
 _SWITCH = "MOONSHOT_KERNELS"
-_VERSION = 1  # of moonshot_version in library.c
+_VERSION = 2  # of moonshot_version in library.c
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -44,6 +44,8 @@ class Library:
         self._product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int]
         self._unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
         self._unpack.restype = None
+        self._grouped = functions.moonshot_grouped
+        self._grouped.argtypes = [*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int]
         self._offsets.argtypes, self._offsets.restype = [c_int64, c_int64, c_void_p, c_void_p], None
         self._use.argtypes, self._name.argtypes, self._name.restype = [c_char_p], [c_int], c_char_p
         self.use(None)
@@ -94,6 +96,22 @@ class Library:
         if self._product(*matrix, *addresses, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
+
+    def grouped(
+        self, outputs: Tensor, inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None
+    ) -> None:
+        """Products of groups of consecutive inputs with a group's matrix each; W is the stack of these matrices.
+
+        `counts`, int64 [groups] and contiguous, are the rows of inputs of each group, at most `inputs` together. Writes
+        their `outputs` [rows, d_out / groups]; the rest as for `product`.
+
+        Raises:
+            MemoryError: the copy of the inputs cannot be allocated.
+        """
+        matrix = _matrix(values, meta, offsets, inputs.shape[1])
+        addresses = counts.data_ptr(), inputs.data_ptr(), outputs.data_ptr()
+        if self._grouped(*matrix, len(counts), *addresses, torch.get_num_threads()):
+            raise MemoryError(f"no memory for a copy of {inputs.shape[0]}×{inputs.shape[1]} inputs")
 
     def unpack(self, dense: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, first: int = 0) -> Tensor:
         """Unpack rows of W, from `first` on, to `dense` [rows, d_in], which is contiguous; returns it."""

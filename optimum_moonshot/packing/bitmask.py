@@ -127,6 +127,17 @@ def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
     return row_offsets(meta)
 
 
+def select_rows(
+    values: Tensor, meta: Tensor, offsets: Tensor | None, first: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows `first` to `stop` − 1 of a packed matrix, as views of its tensors; `offsets` is that of `find_offsets`."""
+    if offsets is None:
+        return values[first:stop], meta[first:stop], None
+    begin = offsets[first : stop + 1]
+    start, end = int(begin[0]), int(begin[-1])
+    return values[start:end], meta[first:stop], begin - start
+
+
 def row_offsets(meta: Tensor) -> Tensor:
     """Index of the first value of each row, and the number of all values: int64 [d_out + 1]."""
     counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)

@@ -1,6 +1,6 @@
 """The format "bitmask" as a codec."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from ..errors import require
 from ..kernels import find_library
 from ..objective.patterns import NM
-from .bitmask import check_packed, find_offsets, find_window, is_nm, pack, packed_bytes, unpack
-from .bitmask_product import packed_linear
+from .bitmask import check_packed, find_offsets, find_window, is_nm, pack, packed_bytes, select_rows, unpack
+from .bitmask_product import grouped_product, packed_linear
 from .bitmask_speed import decoding
 from .codec import Codec, Parts, Verdict
 
@@ -52,6 +52,24 @@ class Bitmask(Codec):
         values = matrix.numel() * pattern.n // pattern.m if pattern else int(matrix.count_nonzero())
         return packed_bytes((d_out, d_in), values, matrix.dtype.itemsize)
 
+    def rows(
+        self,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        first: int,
+        stop: int,
+        plan: ProductPlan | None = None,
+    ) -> Parts:
+        values, meta = self._parts(parts)
+        offsets = find_offsets(values, meta, shape[1]) if plan is None or plan.offsets is None else plan.offsets
+        return dict(zip(self.suffixes, select_rows(values, meta, offsets, first, stop)[:2], strict=True))
+
+    def stack(self, matrices: Sequence[Mapping[str, Tensor]], heights: Sequence[int]) -> Parts:
+        values, meta = self.suffixes
+        if len({parts[values].shape[1:] for parts in matrices}) > 1:  # rows of unequal lengths
+            matrices = [{values: parts[values].flatten(), meta: parts[meta]} for parts in matrices]
+        return super().stack(matrices, heights)
+
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> ProductPlan:
         values, meta = self._parts(parts)
         if torch.compiler.is_compiling():  # data-dependent values must be computed inside the operators
@@ -73,6 +91,19 @@ class Bitmask(Codec):
             return super().linear(inputs, parts, shape, bias, plan)
         plan = ProductPlan() if plan is None else plan
         return packed_linear(inputs, values, meta, plan.offsets, bias, plan.window)
+
+    def grouped(
+        self,
+        inputs: Tensor,
+        counts: Tensor,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        plan: ProductPlan | None = None,
+    ) -> Tensor:
+        differentiable = torch.is_grad_enabled() and inputs.requires_grad
+        if differentiable or torch.is_autocast_enabled(inputs.device.type):
+            return super().grouped(inputs, counts, parts, shape, plan)
+        return grouped_product(inputs, counts, *self._parts(parts), None if plan is None else plan.offsets)
 
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device

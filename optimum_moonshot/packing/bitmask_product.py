@@ -1,6 +1,7 @@
 """The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
 
-``moonshot::packed_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
+``moonshot::packed_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. ``moonshot::packed_grouped``
+is the same for groups of inputs, each with a matrix of a stack, without bias and gradients. The compiled library
 multiplies directly with the packed W. For gradients, and where torch is faster, tiles of W are unpacked into a buffer
 that fits the CPU's cache, so that no dense copy of W is written to memory.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import Library, find_gpu_kernels, find_library
-from .bitmask import find_offsets, find_window, unpack
+from .bitmask import find_offsets, find_window, select_rows, unpack
 
 _TILE = 1 << 20  # bytes of a tile of unpacked rows: at most half the second-level cache of current CPUs
 
@@ -22,6 +23,8 @@ _library = torch.library.Library("moonshot", "DEF")
 _library.define(f"packed_linear(Tensor inputs, {_MATRIX}, Tensor? bias, int window) -> Tensor")
 _library.define(f"packed_product(Tensor inputs, {_MATRIX}, Tensor? bias, int window) -> Tensor")
 _library.define(f"packed_transposed(Tensor outputs, {_MATRIX}, int d_in, int window) -> Tensor")
+
+_library.define(f"packed_grouped(Tensor inputs, Tensor counts, {_MATRIX}) -> Tensor")
 
 
 def packed_linear(
@@ -37,6 +40,30 @@ def packed_linear(
         return torch.ops.moonshot.packed_linear.default(inputs, values, meta, offsets, bias, window)
     # Without gradients, skip autograd: its overhead per call is as large as a small product.
     return torch.ops.moonshot.packed_product.default(inputs, values, meta, offsets, bias, window)
+
+
+def grouped_product(inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None) -> Tensor:
+    """The products [rows, d_out] of groups of inputs, without gradients; arguments as for `Codec.grouped`."""
+    result: Tensor = torch.ops.moonshot.packed_grouped.default(inputs, counts, values, meta, offsets)
+    return result
+
+
+def _grouped(inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None) -> Tensor:
+    library, d_out, numbers = find_library(), len(meta) // len(counts), counts.tolist()
+    offsets = find_offsets(values, meta, inputs.shape[1]) if offsets is None else offsets
+    outputs = inputs.new_empty(len(inputs), d_out)
+    if library is not None and _takes(library, inputs, values, meta, None) and max(numbers) <= library.most_rows:
+        library.grouped(outputs, inputs.contiguous(), counts, values, meta, offsets)
+        outputs[sum(numbers) :] = 0
+        return outputs
+    first = 0
+    for group, count in enumerate(numbers):
+        if count:
+            rows = select_rows(values, meta, offsets, group * d_out, (group + 1) * d_out)
+            outputs[first : first + count] = _product(inputs[first : first + count], *rows, None, -1)
+            first += count
+    outputs[first:] = 0
+    return outputs
 
 
 def _product(
@@ -139,7 +166,12 @@ def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, bias, None
 
 
-for _name, _compute in (("packed_linear", _product), ("packed_product", _product), ("packed_transposed", _transposed)):
+for _name, _compute in (
+    ("packed_linear", _product),
+    ("packed_product", _product),
+    ("packed_transposed", _transposed),
+    ("packed_grouped", _grouped),
+):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
 for _name in ("packed_linear", "packed_product"):
     torch.library.register_fake(
@@ -147,5 +179,10 @@ for _name in ("packed_linear", "packed_product"):
     )
 torch.library.register_fake(
     "moonshot::packed_transposed", lambda y, _, meta, offsets, d_in, w: y.new_empty(*y.shape[:-1], d_in), lib=_library
+)
+torch.library.register_fake(
+    "moonshot::packed_grouped",
+    lambda x, counts, _, meta, *rest: x.new_empty(x.shape[0], meta.shape[0] // counts.shape[0]),
+    lib=_library,
 )
 torch.library.register_autograd("moonshot::packed_linear", _gradients, setup_context=_remember, lib=_library)

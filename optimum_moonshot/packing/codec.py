@@ -8,9 +8,10 @@ To add a format, add a file with a subclass of `Codec`, and one line in ``__init
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, device, dtype
 from torch.nn import functional
 
@@ -84,6 +85,29 @@ class Codec(ABC):
             pattern: as for `pack`.
         """
 
+    @abstractmethod
+    def rows(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, int], first: int, stop: int, plan: Any = None
+    ) -> Parts:
+        """The tensors of consecutive rows of a matrix, views of its tensors where possible.
+
+        Args:
+            parts: all tensors, by suffix.
+            shape: d_out, d_in.
+            first: the first row.
+            stop: the row after the last.
+            plan: result of `plan` for these tensors; None computes it.
+        """
+
+    def stack(self, matrices: Sequence[Mapping[str, Tensor]], heights: Sequence[int]) -> Parts:
+        """The tensors of one matrix with the rows of several, by default theirs one after another.
+
+        Args:
+            matrices: all tensors of each matrix, by suffix; d_in and dtype are equal.
+            heights: d_out of each matrix.
+        """
+        return {suffix: torch.cat([parts[suffix] for parts in matrices]) for suffix in self.suffixes}
+
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Any:
         """Precompute data for `unpack` and `linear`, valid until the contents of the tensors change.
 
@@ -114,6 +138,37 @@ class Codec(ABC):
             [..., d_out].
         """
         return functional.linear(inputs, self.unpack(parts, shape, plan), bias)
+
+    def grouped(
+        self,
+        inputs: Tensor,
+        counts: Tensor,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        plan: Any = None,
+    ) -> Tensor:
+        """The products of groups of inputs with a group's matrix each, which are stacked to one packed matrix.
+
+        By default one call of `linear` for each group with inputs.
+
+        Args:
+            inputs: [rows, d_in], group after group, in the dtype and on the device of the values.
+            counts: int64 [groups], rows of inputs of each group; the rows after these have outputs 0.
+            parts: all tensors, by suffix.
+            shape: groups · d_out, d_in.
+            plan: result of `plan` for these tensors; None computes it.
+
+        Returns:
+            [rows, d_out].
+        """
+        d_out, first, outputs = shape[0] // len(counts), 0, []
+        for group, count in enumerate(counts.tolist()):
+            if count:
+                rows = self.rows(parts, shape, group * d_out, (group + 1) * d_out, plan)
+                outputs.append(self.linear(inputs[first : first + count], rows, (d_out, shape[1])))
+                first += count
+        outputs.append(inputs.new_zeros(len(inputs) - first, d_out))
+        return torch.cat(outputs)
 
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: dtype, device: device

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from reprlib import repr as short
 from typing import Any
@@ -73,6 +73,10 @@ class PackedLayer:
             return self.shape[1], self.shape[0]
         return self.shape[0], int(torch.Size(self.shape[1:]).numel())
 
+    def expert(self, transposed: bool) -> "PackedLayer":
+        """The entry of one of the experts' matrices, of a weight [E, out, in], or [E, in, out] if `transposed`."""
+        return replace(self, shape=self.shape[1:], transposed=transposed)
+
     @property
     def nm(self) -> NM | None:
         """The pattern if it is n:m; None for others, whose rows may have different numbers of values."""
@@ -107,10 +111,19 @@ class PackedLayer:
         Raises:
             MoonshotError: a tensor is missing, or they do not have this shape.
         """
-        parts = self.parts(weight, tensors)
-        self.codec.check(parts, self.matrix)
+        parts = self.checked(weight, tensors)
         dense = self.codec.unpack(parts, self.matrix)
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
+
+    def checked(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
+        """As `parts`, in any dtype.
+
+        Raises:
+            MoonshotError: a tensor is missing, or they do not have this shape.
+        """
+        parts = self.parts(weight, tensors)
+        self.codec.check(parts, self.matrix)
+        return parts
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
         """The packed tensors of a weight, by suffix, for its codec.

@@ -1,6 +1,6 @@
 """Linear layers whose weights stay packed in memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,21 +9,16 @@ from torch import Tensor, nn
 from ..errors import MoonshotError, require
 from ..objective.patterns import NM
 from ..packing import Codec
+from .packed_module import PackedMatrix, PackedModule
 
 _WEIGHT = "weight"  # its name in a Linear
 
 
-def packed_parts(module: nn.Module, codec: Codec) -> dict[str, Tensor]:
-    """The tensors of a packed weight by suffix; the module has each under its name in files."""
-    return {suffix: getattr(module, name) for suffix, name in codec.names(_WEIGHT).items()}
-
-
-class PackedLinear(nn.Module):
+class PackedLinear(PackedModule):
     """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; the codec multiplies by it.
 
-    Its buffers are the codec's tensors, with their names in a checkpoint: ``weight`` and a suffix. `parts` may be empty
-    tensors to load into. `origin` is the layer that it replaces, with the weight on the meta device, if any; `pattern`
-    is the n:m of all rows, if any.
+    `parts` may be empty tensors to load into. `origin` is the layer that it replaces, if any; `pattern` is the n:m of
+    all rows, if any.
     """
 
     bias: nn.Parameter | None
@@ -37,17 +32,11 @@ class PackedLinear(nn.Module):
         origin: nn.Module | None = None,
         pattern: NM | None = None,
     ):
-        super().__init__()
-        self._origin = (origin,)  # a tuple, so that it is not registered as a submodule
+        super().__init__(origin)
         self.codec, self.pattern = codec, pattern
         self.out_features, self.in_features = shape
-        self._hold(parts)
+        self.hold(_WEIGHT, PackedMatrix(codec, shape), parts)
         self.register_parameter("bias", bias)
-
-    def _hold(self, parts: Mapping[str, Tensor]) -> None:
-        for suffix, name in self.codec.names(_WEIGHT).items():
-            self.register_buffer(name, parts[suffix])
-        self._plan: Any = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,34 +44,24 @@ class PackedLinear(nn.Module):
         return self.out_features, self.in_features
 
     @property
-    def origin(self) -> nn.Module | None:
-        """The layer that it replaces, with the weight on the meta device."""
-        return self._origin[0]
-
-    @property
     def parts(self) -> dict[str, Tensor]:
         """The packed tensors, by their suffixes."""
-        return packed_parts(self, self.codec)
+        return self.parts_of(_WEIGHT)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the values."""
-        return next(part.dtype for part in self.parts.values() if part.is_floating_point())
+        return self.dtype_of(_WEIGHT)
 
     @property
     def plan(self) -> Any:
         """The codec's plan of the tensors, cached until they are moved or loaded again."""
-        if self._plan is not None:
-            return self._plan
-        plan = self.codec.plan(self.parts, self.shape)
-        if not torch.compiler.is_compiling():  # tensors created inside a graph do not outlive it
-            self._plan = plan
-        return plan
+        return self.plan_of(_WEIGHT)
 
     @property
     def weight(self) -> Tensor:
         """The dense weight [d_out, d_in], unpacked on every access."""
-        return self.codec.unpack(self.parts, self.shape, self.plan)
+        return self.matrix_of(_WEIGHT)
 
     @torch.no_grad()
     def pack(self, weight: Tensor) -> None:
@@ -97,15 +76,8 @@ class PackedLinear(nn.Module):
         except MoonshotError:
             exact = False
         require(exact, f"{self.codec.name} cannot represent the new weight", hint="call model.dequantize() first")
-        self._hold({suffix: part.to(weight.device) for suffix, part in parts.items()})
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PackedLinear":
-        self._plan = None
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._plan = None
-        super()._load_from_state_dict(*args)
+        on_device = {suffix: part.to(weight.device) for suffix, part in parts.items()}
+        self.hold(_WEIGHT, self.packed[_WEIGHT], on_device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., d_in] → [..., d_out]."""

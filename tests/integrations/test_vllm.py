@@ -36,6 +36,16 @@ MODELS = {
     "mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     ),
+    "qwen2-moe": lambda: hf.Qwen2MoeForCausalLM(  # with shared experts beside those of the router
+        hf.Qwen2MoeConfig(
+            **TEXT,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )  # fmt: skip
+    ),
 }
 PATTERNS = {"2:4": {"pattern": "2:4"}, "0.7": {"pattern": "unstructured", "sparsity": 0.7}}
 # The layers that vLLM merges into one.
@@ -49,6 +59,7 @@ PROMPTS = [{"prompt_token_ids": [(7 * n * n + 3 * place) % 90 + 5 for place in r
 
 
 KINDS = [*((name, pattern) for name in MODELS for pattern in PATTERNS), ("llama", "partly")]
+SAVED = [*KINDS, ("mixtral", "attention")]
 
 
 def save(folder, name, pattern):
@@ -61,10 +72,8 @@ def save(folder, name, pattern):
                 parameter *= 5
             elif parameter_name.endswith("bias"):
                 parameter.normal_()
-    settings = PATTERNS.get(pattern) or {
-        "pattern": "2:4",
-        "ignore": [r"layers\.0\.mlp", r"layers\.1\.self_attn\.q_proj"],
-    }
+    ignored = {"partly": [r"layers\.0\.mlp", r"layers\.1\.self_attn\.q_proj"], "attention": ["experts"]}
+    settings = PATTERNS.get(pattern) or {"pattern": "2:4", "ignore": ignored[pattern]}
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", **settings))
     pruner.prune(progress=False)
     for format in ("dense", "packed"):
@@ -75,9 +84,9 @@ def save(folder, name, pattern):
 def saved(tmp_path_factory):
     """Returns the folder of a model; all are saved before vLLM changes classes of transformers."""
     root = tmp_path_factory.mktemp("saved")
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(SAVED):
         save(root / str(number), *kind)
-    return lambda name, pattern: root / str(KINDS.index((name, pattern)))
+    return lambda name, pattern: root / str(SAVED.index((name, pattern)))
 
 
 @pytest.fixture
@@ -139,7 +148,8 @@ def test_packed_is_served_as_dense(name, pattern, saved):
     layers = weights(llm)
     dense = {"model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"} if pattern == "partly" else set()
     assert {name for name, (_, packed) in layers.items() if not packed} == dense
-    assert len(layers) == len(MERGED) * 2 - (4 if name == "mixtral" else 0)  # its experts are fused
+    fused = {"mixtral": 2, "qwen2-moe": 0}.get(name, 0)  # experts in place of a feed-forward network
+    assert len(layers) == (len(MERGED) - fused) * 2
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, "partly"])
@@ -152,13 +162,43 @@ def test_weights_are_those_of_the_files_bit_for_bit(pattern, saved):
             assert torch.equal(weight, torch.cat([stored[f"{layer}.{part}.weight"] for part in parts]))
 
 
-def test_packed_experts_are_dense_in_memory_with_a_warning(saved, caplog, monkeypatch):
-    folder = saved("mixtral", "2:4")
+def mixtures(llm):
+    """The packed weights of every layer of experts, with their sizes, by its name."""
+
+    def read(model):
+        methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+        return {
+            name: {weight: matrix.shape for weight, matrix in method.packed.items()}
+            for name, method in methods.items()
+            if type(method).__name__ == "PackedExpertsMethod"
+        }
+
+    (layers,) = llm.apply_model(read)
+    return layers
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_experts_are_packed_in_memory(pattern, saved, caplog, monkeypatch):
+    folder = saved("mixtral", pattern)
     stored = load_file(folder / "packed" / "moonshot.safetensors")
     assert sum(name.endswith("weight_packed") and ".experts." in name for name in stored) == 2 * 4 * 3
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    load(folder / "packed")
-    assert "the experts of 2 layers are dense in memory" in caplog.text
+    llm = load(folder / "packed")
+    layers = mixtures(llm)
+    assert len(layers) == 2
+    assert all(sizes == {"w13_weight": (4 * 192, 64), "w2_weight": (4 * 64, 96)} for sizes in layers.values())
+    (names,) = llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])
+    assert not any(name.endswith(("w13_weight", "w2_weight")) for name in names)
+    assert "2 layers of experts are packed in memory, 0 dense: " in caplog.text
+
+
+def test_experts_without_zeros_stay_dense(saved, tmp_path, caplog, monkeypatch):
+    folder = saved("mixtral", "attention")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    llm = load(folder / "packed")
+    assert list(mixtures(llm).values()) == [{}, {}]
+    assert "0 layers of experts are packed in memory, 2 dense: " in caplog.text
+    assert_same(generate(llm), generate(load(folder / "dense")))
 
 
 def test_a_dense_checkpoint_is_packed_on_request(saved):
@@ -174,10 +214,11 @@ def test_weights_are_not_loaded_again(saved):
         llm.collective_rpc("reload_weights")
 
 
-def test_two_processes_share_the_layers(saved, monkeypatch):
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
+def test_two_processes_share_the_layers(name, saved, monkeypatch):
     """q, k, v, gate and up are sharded by rows, the other layers by columns."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
-    folder = saved("llama-tied", "2:4")
+    folder = saved(name, "2:4")
     expected = generate(load(folder / "dense"))
     shared = load(folder / "packed", tensor_parallel_size=2, distributed_executor_backend="mp")
     assert_same(generate(shared), expected)

@@ -47,6 +47,16 @@ class Coordinates(Codec):
         dense[rows.int(), inputs.int()] = values
         return dense
 
+    def rows(self, parts, shape, first, stop, plan=None):
+        rows, inputs, values = (parts[suffix] for suffix in self.suffixes)
+        within = (rows >= first) & (rows < stop)
+        return dict(zip(self.suffixes, (rows[within] - first, inputs[within], values[within]), strict=True))
+
+    def stack(self, matrices, heights):
+        starts = [sum(heights[:index]) for index in range(len(heights))]
+        moved = [{**parts, "_rows": parts["_rows"] + start} for parts, start in zip(matrices, starts, strict=True)]
+        return super().stack(moved, heights)
+
     def packed_bytes(self, matrix, pattern):
         return int(matrix.count_nonzero()) * (4 + matrix.dtype.itemsize)
 

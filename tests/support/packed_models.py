@@ -3,13 +3,19 @@
 import torch
 
 from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_module import PackedModule
 
 MIXED = dict(pattern="unstructured", allocation={"q_proj": "1:4", "k_proj": 0.05, "mlp": "2:4", "[vo]_proj": 0.6})
 
 
 def held(model):
-    """The names of the packed layers."""
-    return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    """The names of the packed layers, which for experts are those of their weights."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    return {
+        name if isinstance(module, PackedLinear) else f"{name}.{weight}"
+        for name, module in packed.items()
+        for weight in module.packed
+    }
 
 
 def state(model):

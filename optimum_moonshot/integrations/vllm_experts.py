@@ -1,0 +1,133 @@
+"""Experts whose weights stay packed in vLLM: its fused layers load them dense, and pack them when they are complete."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
+
+from ..errors import naming, require
+from ..runtime.packed_mixture import apply_routed, dense_grouped
+from ..runtime.packed_module import PackedMatrix, packed_parts
+from ..runtime.smallest import pack_if_smaller
+from .vllm_linear import DONE, Tally
+
+_UP, _DOWN = "w13_weight", "w2_weight"  # [experts, out, in], gates and up-projections joined along the rows
+# Those that vLLM has for every device apart from its kernels of whole experts.
+_ACTIVATIONS = {"silu", "gelu", "gelu_tanh", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}
+
+
+class PackedExpertsMethod(FusedMoEMethodBase):
+    """As `PackedLinearMethod`, for a layer of experts: the matrices of all experts are packed as one stack per weight.
+
+    A weight that is not smaller when packed stays dense; if none is smaller, or if only vLLM's own kernels compute the
+    layer's activation, these multiply it.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, moe: Any, prefix: str, tally: Tally):
+        super().__init__(moe)
+        self.dense = UnquantizedFusedMoEMethod(moe)
+        self.prefix, self.tally = prefix, tally
+        self.random = get_current_vllm_config().load_config.load_format == "dummy"
+        self.packed: dict[str, PackedMatrix] = {}  # weight → its format; empty if vLLM's kernels multiply
+        self.plans: dict[str, Any] = {}
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM's kernel also routes."""
+        return not self.packed and bool(self.dense.is_monolithic)
+
+    def maybe_roundup_sizes(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """As for the dense layer."""
+        sizes: tuple[int, int] = self.dense.maybe_roundup_sizes(*args, **options)
+        return sizes
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """As for the dense layer."""
+        return self.dense.get_fused_moe_quant_config(layer)
+
+    def create_weights(self, layer: Any, *args: Any, **attributes: Any) -> None:
+        with torch.device("meta"):
+            self.dense.create_weights(layer, *args, **attributes)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the weights; vLLM calls this when the layer is complete, and again when all layers are."""
+        if getattr(layer, DONE, False):
+            self.tally.report()
+            return
+        setattr(layer, DONE, True)
+        with naming(self.prefix):
+            require(not self.packed, "it is packed and cannot be reloaded", hint="create a new engine")
+            info = get_layerwise_info(layer)
+            complete = self.random or info.load_numel >= info.load_numel_total
+            message = f"only {info.load_numel} of its {info.load_numel_total} weights were read from the files"
+            require(complete, message)
+        sizes = {weight: getattr(layer, weight).nbytes for weight in (_UP, _DOWN)}
+        if layer.activation.value in _ACTIVATIONS and layer.swiglu_limit is None:
+            for weight in sizes:
+                self._pack(layer, weight)
+        packed_bytes = sum(
+            sum(part.nbytes for part in packed_parts(layer, self.packed[weight].codec, weight).values())
+            if weight in self.packed
+            else size
+            for weight, size in sizes.items()
+        )
+        self.tally.add(sum(sizes.values()), packed_bytes if self.packed else None)
+        if not self.packed:
+            self.dense.process_weights_after_loading(layer)
+            self.moe_kernel, self.moe_quant_config = self.dense.moe_kernel, self.dense.moe_quant_config
+
+    def _pack(self, layer: nn.Module, weight: str) -> None:
+        dense = layer.get_parameter(weight)
+        packed = pack_if_smaller(dense.data.flatten(0, 1))
+        if packed is None:
+            return
+        delattr(layer, weight)
+        for suffix, name in packed.codec.names(weight).items():
+            layer.register_parameter(name, nn.Parameter(packed.parts[suffix].to(dense.device), requires_grad=False))
+        matrix = PackedMatrix(packed.codec, (dense.shape[0] * dense.shape[1], dense.shape[2]))
+        self.packed[weight] = matrix
+        self.plans[weight] = packed.codec.plan(packed_parts(layer, packed.codec, weight), matrix.shape)
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Any:
+        if not self.packed:
+            return self.dense.apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+        index, weights, count = topk_ids, topk_weights, layer.local_num_experts
+        if layer.expert_map is not None:  # −1 for the experts of other processes
+            index = layer.expert_map[index.long()]
+            index = index.masked_fill(index < 0, count)
+        if layer.apply_router_weight_on_input:  # for one expert per token
+            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+
+        def compute(inputs: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
+            up = self._product(layer, _UP, inputs, counts, experts)
+            activation: MoEActivation = layer.activation
+            inner = up.new_empty(len(up), up.shape[1] // (2 if activation.is_gated else 1))
+            apply_moe_activation(activation, inner, up)
+            return self._product(layer, _DOWN, inner, counts, experts)
+
+        return apply_routed(compute, x, index, weights, count)
+
+    def _product(self, layer: Any, weight: str, inputs: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
+        if weight in self.packed:
+            codec, shape = self.packed[weight]
+            outputs = codec.grouped(inputs, counts, packed_parts(layer, codec, weight), shape, self.plans[weight])
+        else:
+            outputs = dense_grouped(inputs, counts, getattr(layer, weight))
+        bias = getattr(layer, weight.replace("weight", "bias"), None)
+        return outputs if bias is None else outputs + bias[experts]
