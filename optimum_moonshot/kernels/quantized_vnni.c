@@ -54,6 +54,14 @@ INLINE void start_lanes(const int8_t *x, int64_t count, int32_t zero, int32_t *s
     _mm512_storeu_si512(start, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
 }
 
+/* Codes are prefetched twice: far ahead, which hides the miss of the TLB, and near. Rows are too short for the CPU's own
+ * prefetching, which stops at the end of a page. */
+INLINE void fetch(const uint8_t *p, const uint8_t *meta) {
+    __builtin_prefetch(p + NEAR / 2);
+    __builtin_prefetch(p + FAR, 0, 2);
+    if (meta) __builtin_prefetch(meta + FAR / 2, 0, 2);
+}
+
 static void multiply_codes(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last);
 
 #define VECTOR_BYTES 64
@@ -67,6 +75,7 @@ static void multiply_codes(const quantized_matrix *w, const quantized_job *job, 
 
 /* Few rows of inputs: 4 rows of W at a time, whose codes are multiplied in registers. */
 
+#define TOGETHER 64 /* outputs that are stored together */
 #define AHEAD 64 /* spans whose scales are converted at a time */
 
 typedef struct {
@@ -74,16 +83,32 @@ typedef struct {
     float scales[4][TILE_FROM][AHEAD]; /* of W times those of the inputs */
 } four_rows;
 
-static void few_scales(const quantized_matrix *w, const quantized_inputs *inputs, int64_t row, int64_t last,
-                       int64_t first, int64_t count, four_rows *four) {
-    const int bytes = dtype_bytes(w->dtype);
-    float scales[AHEAD];
+/* Up to 16 numbers as floats, 0 beyond `count`. */
+INLINE __m512 few_floats(int dtype, const void *p, int64_t i, int64_t count) {
+    const __mmask16 mask = count < 16 ? (__mmask16)((1 << count) - 1) : 0xffff;
+    if (dtype == F32) return _mm512_maskz_loadu_ps(mask, (const float *)p + i);
+    const __m256i halves = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)p + i);
+    if (dtype == F16) return _mm512_cvtph_ps(halves);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+INLINE void few_scales(const quantized_matrix *w, const quantized_inputs *inputs, int64_t row, int64_t last,
+                       int64_t first, int64_t count, four_rows *four, const int rows) {
     for (int64_t k = 0; k < 4; k++) {
         const int64_t from = (row + k < last ? row + k : last - 1) * w->groups;
-        if (w->per_group == 1) floats_of(w->dtype, (const char *)w->scale + (from + first) * bytes, count, scales);
-        else for (int64_t i = 0; i < count; i++) scales[i] = float_at(w->dtype, w->scale, from + span_group(w, first + i));
-        for (int64_t r = 0; r < inputs->rows; r++)
-            for (int64_t i = 0; i < count; i++) four->scales[k][r][i] = scales[i] * inputs->scale[r * w->spans + first + i];
+        for (int64_t i = 0; i < count; i += 16) {
+            const int64_t span = first + i, left = count - i;
+            __m512 scales;
+            if (w->per_group == 1) {
+                scales = few_floats(w->dtype, w->scale, from + span, left);
+            } else {
+                float each[16] = {0};
+                for (int64_t j = 0; j < left && j < 16; j++) each[j] = float_at(w->dtype, w->scale, from + span_group(w, span + j));
+                scales = _mm512_loadu_ps(each);
+            }
+            for (int r = 0; r < rows; r++)
+                _mm512_storeu_ps(four->scales[k][r] + i, _mm512_mul_ps(scales, few_floats(F32, inputs->scale + r * w->spans, span, left)));
+        }
     }
 }
 
@@ -109,7 +134,7 @@ INLINE void few_spans(const quantized_matrix *w, const quantized_inputs *inputs,
                 uint64_t word = ~0ull;
                 if (careful) word = block_word(w, dense ? NULL : four->meta[k], block);
                 else if (!dense) memcpy(&word, four->meta[k] + 8 * block, 8);
-                if (!careful) __builtin_prefetch(p + NEAR);
+                if (!careful) fetch(p, dense ? NULL : four->meta[k] + 8 * block);
                 const __m512i codes = place_codes(block_codes(p, bits), word, bits, dense);
                 four->p[k] += dense && !careful ? 8 * bits : code_bytes(word, bits);
                 UNROLL for (int r = 0; r < rows; r++) acc[k][r] = _mm512_dpbusd_epi32(acc[k][r], codes, x[r]);
@@ -124,6 +149,7 @@ INLINE void few_spans(const quantized_matrix *w, const quantized_inputs *inputs,
 INLINE void few(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last, const int bits,
                 const int dense, const int rows) {
     const uint8_t *end = w->codes + w->stored;
+    float outputs[TILE_FROM * TOGETHER];
     four_rows four;
     for (int64_t row = first; row < last; row += 4) {
         const int64_t left = last - row < 4 ? last - row : 4;
@@ -138,14 +164,14 @@ INLINE void few(const quantized_matrix *w, const quantized_job *job, int64_t fir
             const int64_t stop = span_end(w, span + count - 1), most = (stop - span_start(w, span)) / 8 * bits + WORD;
             int slack = stop % WORD == 0;
             for (int k = 0; k < 4; k++) slack &= end - four.p[k] >= most;
-            few_scales(w, job->inputs, row, last, span, count, &four);
+            few_scales(w, job->inputs, row, last, span, count, &four, rows);
             if (slack) few_spans(w, job->inputs, span, count, &four, sums, bits, dense, rows, 0);
             else few_spans(w, job->inputs, span, count, &four, sums, bits, dense, rows, 1);
         }
-        float outputs[TILE_FROM * 4];
+        const int64_t place = (row - first) % TOGETHER, count = place + left;
         UNROLL for (int k = 0; k < 4; k++)
-            UNROLL for (int r = 0; r < rows; r++) outputs[4 * r + k] = _mm512_reduce_add_ps(sums[k][r]);
-        finish(w, job, row, left, outputs, 4, 0);
+            UNROLL for (int r = 0; r < rows; r++) outputs[TOGETHER * r + place + k] = _mm512_reduce_add_ps(sums[k][r]);
+        if (count == TOGETHER || row + left == last) finish(w, job, row - place, count, outputs, TOGETHER, 0);
     }
 }
 
@@ -167,7 +193,7 @@ INLINE void expand_16(const quantized_matrix *w, const uint8_t **p, const uint8_
             const uint64_t word = block_word(w, dense ? NULL : meta[k], block);
             rows[k] = place_codes(block_codes(readable(p[k], end, copy), bits), word, bits, dense);
             p[k] += code_bytes(word, bits);
-            __builtin_prefetch(p[k] + NEAR);
+            fetch(p[k], dense ? NULL : meta[k] + 8 * block);
         }
         transpose(rows);
         UNROLL for (int k = 0; k < 16; k++) _mm512_store_si512(to + 2 * k, rows[k]);
