@@ -74,6 +74,7 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define FAR 8192
 #endif
 
+#define PUBLIC __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline, unused))
 
 INLINE int64_t row_start(const packed_matrix *w, int64_t row) {
