@@ -19,7 +19,7 @@ from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
 from ..model.offload import visiting
-from ..packing import PackedLayer
+from ..packing import INPUTS, PackedLayer
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
@@ -30,12 +30,15 @@ from .quantization_config import MoonshotPrunedCheckpoint
 _WEIGHT = "weight"
 
 
-def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
+def to_runtime(
+    model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1), inputs: str = INPUTS[0]
+) -> dict[str, str]:
     """Change how the pruned layers of a `PreTrainedModel` are held in memory, in place, as `MoonshotPruner.to_runtime`.
 
-    If a layer is no longer n:m, `MoonshotError` names it, and all layers are dense.
+    If a layer is no longer n:m, or no longer on its grid, `MoonshotError` names it, and all layers are dense.
     """
     check_runtime(runtime)
+    check_choice("inputs", inputs, INPUTS)
     check_batch_shape(batch_shape)
     if not isinstance(model, PreTrainedModel):
         raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
@@ -43,7 +46,7 @@ def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, 
     with _dense_shapes(model):
         layers = pruned_layers(model)
     if runtime in ("packed", "auto"):
-        return _pack(model, runtime, layers)
+        return _pack(model, runtime, layers, inputs)
     _unpack_all(model)
     chosen = note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
     return chosen if runtime == "dense" else use_semi_structured(model, batch_shape, layers)
@@ -207,7 +210,7 @@ def _origin(name: str, module: PackedLinear) -> nn.Module:
     return module.origin
 
 
-def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) -> dict[str, str]:
+def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], inputs: str) -> dict[str, str]:
     """Pack the layers that the runtime selects, one after another, and unpack the others."""
     chosen: dict[str, str] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -217,7 +220,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
             with naming(path):
-                chosen[path] = _hold(model, name, layer, runtime, name in shared)
+                chosen[path] = _hold(model, name, layer, runtime, name in shared, inputs)
     except BaseException:
         _unpack_all(model)
         note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
@@ -229,13 +232,14 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
     return note(model, chosen)
 
 
-def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool) -> str:
+def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
     """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
     path = name.rpartition(".")[0]
     module = model.get_submodule(path)
     if isinstance(module, PackedLinear):
         device = next(iter(module.parts.values())).device
         verdict = packing_verdict(runtime, layer, total_bytes(module.parts), module.dtype, device)
+        module.codec = module.codec.with_inputs(inputs)
         if not verdict.faster:
             _unpack(model, path, module)
         return runtime_entry(verdict)
@@ -251,13 +255,17 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     if verdict.faster:
         matrix = layer.as_matrix(weight.detach()).cpu()
         parts = {suffix: part.to(weight.device) for suffix, part in layer.codec.pack(matrix, layer.nm).items()}
-        model.set_submodule(path, hold_packed(module, layer, parts))
+        model.set_submodule(path, hold_packed(module, layer, parts, inputs))
     return runtime_entry(verdict)
 
 
-def hold_packed(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
-    """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight."""
-    packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module, layer.nm)
+def hold_packed(module: nn.Module, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> PackedLinear:
+    """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight.
+
+    `inputs` is the dtype of the inputs of integer products, as for `load_pruned`.
+    """
+    codec = layer.codec.with_inputs(inputs)
+    packed = PackedLinear(codec, layer.matrix, parts, module._parameters.get("bias"), module, layer.nm)
     weight = module._parameters[_WEIGHT]
     assert weight is not None
     # The meta device keeps its shape and dtype.

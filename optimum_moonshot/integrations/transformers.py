@@ -111,7 +111,7 @@ class MoonshotQuantizer(HfQuantizer):
             self.experts = PackedExperts.find(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in layers.items()}
             if self.runtime in ("packed", "auto"):
-                self.chosen = _keep_packed(model, layers, self.runtime, device_map)
+                self.chosen = _keep_packed(model, layers, self.runtime, device_map, self.request.inputs)
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
@@ -232,14 +232,16 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
             adapter = find_layer(module)
             with naming(name):
                 require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
-                matching = layer.transposed == (adapter is not None and adapter.axes == (1, 0))
+                matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
                 message = f"its module is a {type(module).__name__}"
                 require(matching, message, field="transposed", value=layer.transposed)
             weights[name] = _StoredWeight(layer, stored, path)
     return weights
 
 
-def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: str, device_map: Any) -> dict[str, str]:
+def _keep_packed(
+    model: nn.Module, weights: dict[str, _StoredWeight], runtime: str, device_map: Any, inputs: str
+) -> dict[str, str]:
     """Replace every Linear that stays packed by an empty `PackedLinear`; return all entries of `moonshot_runtime`."""
     from ..checkpoint.in_memory import hold_packed, obstacle
 
@@ -258,7 +260,7 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
         chosen[path] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + total_bytes(parts), sizes[1] + module.weight.nbytes]
-            model.set_submodule(path, hold_packed(module, layer, parts))
+            model.set_submodule(path, hold_packed(module, layer, parts, inputs))
     log_choices(runtime, chosen, *sizes)
     return chosen
 

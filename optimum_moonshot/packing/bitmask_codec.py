@@ -25,7 +25,7 @@ class ProductPlan(NamedTuple):
 class Bitmask(Codec):
     """The codec of the formulas in `bitmask` and the operators in `bitmask_product`."""
 
-    name: ClassVar[str] = "bitmask"
+    name = "bitmask"
     suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_meta")
 
     def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:

@@ -14,10 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, device, dtype
 from torch.nn import functional
 
-from ..errors import require
+from ..errors import MoonshotError, require
 from ..objective.patterns import NM
 
 Parts = dict[str, Tensor]  # the tensors of a packed matrix, by suffix
+# Of products with integer codes: rounded to 8 bits per row and group, where that is faster, or never rounded.
+INPUTS = ("int8", "float")
 
 
 class Verdict(NamedTuple):
@@ -30,7 +32,7 @@ class Verdict(NamedTuple):
 class Codec(ABC):
     """A packed format. Stateless: all methods take the tensors, by suffix, as an argument."""
 
-    name: ClassVar[str]  # in the metadata of files
+    name: str  # in the metadata of files
     suffixes: ClassVar[tuple[str, ...]]  # appended to the weight's name for each tensor
 
     @abstractmethod
@@ -129,6 +131,14 @@ class Codec(ABC):
         """
         return Verdict(False, f"{self.name} weights are unpacked at every call")
 
+    def with_inputs(self, inputs: str) -> "Codec":
+        """This format, for products with inputs in one of `INPUTS`; the same if it never rounds inputs."""
+        return self
+
+    def named(self, name: str) -> "Codec | None":
+        """The format of this name, if it is this one or another one of its family."""
+        return self if name == self.name else None
+
     def names(self, weight: str) -> dict[str, str]:
         """Names of the tensors of a weight, by suffix."""
         return {suffix: weight + suffix for suffix in self.suffixes}
@@ -148,15 +158,17 @@ def register_codec(codec: Codec) -> None:
 
 
 def find_codec(name: str) -> Codec:
-    """The format registered under a name.
+    """The format of a name, which is registered or of the family of a registered one.
 
     Raises:
         MoonshotError: this release has none of this name.
     """
-    registered = isinstance(name, str) and name in _CODECS
+    for codec in _CODECS.values() if isinstance(name, str) else ():
+        named = codec.named(name)
+        if named is not None:
+            return named
     message = f"codec={name!r}: this release reads {', '.join(sorted(_CODECS))}"
-    require(registered, message, hint="update the package")
-    return _CODECS[name]
+    raise MoonshotError(message, hint="update the package")
 
 
 def suffixes() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_expressions, check_number, check_whole, require
 from ..objective.allocation_rules import PatternRules
+from ..objective.grid import Grid
 from ..objective.patterns import NM, MixedNM, Pattern
 
 KEY = "moonshot"  # of the record in a model's configuration
@@ -41,6 +42,9 @@ class PruningRecord:
     dense: Sequence[str] = ()  # layers that were selected but not pruned, because no data reached them
     rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
     allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
+    # Bits of the surviving weights: of all layers, or of those that are listed; None if they are not quantized.
+    bits: int | Mapping[str, int] | None = None
+    quant_group: int = 128  # consecutive inputs with one scale, if weights are quantized
 
     def __post_init__(self) -> None:
         with _explained():
@@ -66,6 +70,9 @@ class PruningRecord:
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
+            bits = [] if self.bits is None else [self.bits]
+            for number in self.bits.values() if isinstance(self.bits, Mapping) else bits:
+                Grid(number, self.quant_group)
 
     @property
     def targets(self) -> tuple[str, ...] | None:
@@ -93,6 +100,12 @@ class PruningRecord:
         """
         return self.pattern_rules.of(names)
 
+    def layer_grids(self, names: Iterable[str]) -> dict[str, Grid | None]:
+        """The grid of every layer's weights, in float32; None where they are not quantized."""
+        bits = self.bits
+        each = {name: bits.get(name) if isinstance(bits, Mapping) else bits for name in names}
+        return {name: None if number is None else Grid(number, self.quant_group) for name, number in each.items()}
+
     def nm_patterns(self) -> list[NM]:
         """The n:m patterns of the layers, short groups first."""
         return self.pattern_rules.nm()
@@ -101,7 +114,9 @@ class PruningRecord:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        optional = ("compaction", "dense", "rotation", "allocated")
+        if self.bits is None:
+            del values["quant_group"]
+        optional = ("compaction", "dense", "rotation", "allocated", "bits")
         values = {name: value for name, value in values.items() if value or name not in optional}
         return {"version": self.VERSION, **values}
 

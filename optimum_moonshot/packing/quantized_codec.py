@@ -1,0 +1,130 @@
+"""The formats "int{bits}g{group}", such as "int4g128", as codecs."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import require
+from ..kernels import find_library
+from ..objective.grid import BITS, BLOCK, Grid
+from ..objective.patterns import NM
+from .bitmask_speed import LEAST, SLOWER
+from .codec import INPUTS, Codec, Parts, Verdict
+from .quantized import check_packed, find_offsets, pack, packed_bytes, unpack
+from .quantized_product import QuantizedTensors, quantized_linear
+
+_NAME = re.compile(r"int(\d)g([1-9]\d{0,8})")
+
+
+class ProductPlan(NamedTuple):
+    """Properties of a packed matrix that are computed once."""
+
+    offsets: Tensor | None  # of `find_offsets`
+
+
+class Quantized(Codec):
+    """The codec of the formulas in `quantized` and the operators in `quantized_product`.
+
+    Args:
+        bits: of a code: 8, 4 or 3.
+        group: consecutive inputs of a row with one scale, a multiple of 64.
+        inputs: one of `INPUTS`. Where no library computes integer products, inputs are never rounded.
+
+    Raises:
+        MoonshotError: other values.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("_codes", "_scale", "_meta")
+
+    def __init__(self, bits: int, group: int = 128, inputs: str = INPUTS[0]):
+        Grid(bits, group)
+        self.bits, self.group, self.inputs = bits, group, inputs
+        self.name = f"int{bits}g{group}"
+
+    @staticmethod
+    def of(grid: Grid) -> "Quantized":
+        """The format of weights on a grid, in any dtype."""
+        return _quantized(grid.bits, grid.group, INPUTS[0])
+
+    def named(self, name: str) -> "Quantized | None":
+        match = _NAME.fullmatch(name)
+        bits, group = (int(number) for number in match.groups()) if match else (0, 0)
+        return _quantized(bits, group, self.inputs) if bits in BITS and group % BLOCK == 0 else None
+
+    def with_inputs(self, inputs: str) -> "Quantized":
+        return _quantized(self.bits, self.group, inputs)
+
+    def grid(self, dtype: torch.dtype) -> Grid:
+        """The grid of weights in a dtype."""
+        return Grid(self.bits, self.group, dtype)
+
+    def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
+        """As `Codec.pack`; also raises `MoonshotError` if the matrix is not on the grid.
+
+        Without a pattern, zeros are stored too where that takes fewer bytes than a bitmask.
+        """
+        return dict(zip(self.suffixes, pack(self.grid(matrix.dtype), matrix, pattern), strict=True))
+
+    def check(
+        self,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype | None = None,
+        pattern: NM | None = None,
+    ) -> None:
+        codes, scale, meta = self._parts(parts)
+        check_packed(self.grid(scale.dtype), codes, scale, meta, shape, pattern)
+        require(dtype in (None, scale.dtype), f"its scales are {scale.dtype}, {dtype} was written")
+
+    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: ProductPlan | None = None) -> Tensor:
+        codes, scale, meta = self._parts(parts)
+        return unpack(self.grid(scale.dtype), codes, scale, meta, shape[1])
+
+    def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
+        return packed_bytes(self.grid(matrix.dtype), matrix, pattern)
+
+    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> ProductPlan | None:
+        if torch.compiler.is_compiling():  # data-dependent values must be computed inside the operators
+            return None
+        return ProductPlan(find_offsets(self._parts(parts)[2], shape[1], self.bits))
+
+    def linear(
+        self,
+        inputs: Tensor,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+        plan: ProductPlan | None = None,
+    ) -> Tensor:
+        if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
+            return super().linear(inputs, parts, shape, bias, plan)
+        matrix = QuantizedTensors(*self._parts(parts), None if plan is None else plan.offsets, self.bits, self.group)
+        return quantized_linear(inputs, matrix, bias, wide=self.inputs != "int8")
+
+    def decoding(
+        self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
+    ) -> Verdict:
+        """As `Codec.decoding`: faster with any compiled integer product, which reads at most half of the dense bytes."""
+        library = find_library() if device.type == "cpu" else None
+        if library is None or not hasattr(library, "quantized_product"):
+            return Verdict(False, f"no kernel for integer codes on {device.type}")
+        if library.instruction_set in SLOWER:
+            return Verdict(False, f"the {library.instruction_set} kernel is slower")
+        if not library.computes(dtype):
+            return Verdict(False, f"no kernel for {dtype}")
+        if shape[0] * shape[1] < LEAST:
+            return Verdict(False, f"smaller than {LEAST} weights")
+        return Verdict(True, f"{library.instruction_set} kernels for {self.name}")
+
+    def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scale, meta = (parts[suffix] for suffix in self.suffixes)
+        return codes, scale, meta
+
+
+@lru_cache
+def _quantized(bits: int, group: int, inputs: str) -> Quantized:
+    return Quantized(bits, group, inputs)
