@@ -22,7 +22,7 @@ from ..files import read_json
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.offload import tie_again
 from ..objective.grid import Grid
-from ..objective.patterns import NM, Unstructured
+from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
 from ..packing import PackedLayer, Quantized
 from ..progress import progress_bar, without_transformers_bars
 from ..reports.record import PruningRecord
@@ -63,13 +63,14 @@ def pruned_layers(model: nn.Module) -> Layers:
         names.setdefault(id(parameter), []).append(name)
     entries: Layers = {}
     for layer in layers:
-        pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
-        if pattern is None or pattern.fits(layer.shape):
+        pattern = patterns[layer.name]
+        if not isinstance(pattern, NM) or pattern.fits(layer.shape):
             entries |= dict.fromkeys(names[id(layer.parameter)], _entry(layer, pattern, grids[layer.name]))
     return entries
 
 
-def _entry(layer: PrunableLayer, pattern: NM | None, grid: Grid | None) -> PackedLayer:
+def _entry(layer: PrunableLayer, rule: Pattern | MixedNM, grid: Grid | None) -> PackedLayer:
+    pattern = rule if isinstance(rule, NM) else None
     shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
     if grid is not None:
         kind, transposed = str(pattern or Unstructured.kind), layer.axes in ((1, 0), (2, 1))

@@ -125,9 +125,7 @@ def check_packed(
     counts = block_counts(meta, d_in)
     needed = int(block_bytes(counts, grid.bits).sum())
     fits = codes.ndim == 1 and len(codes) == needed
-    require(
-        fits, f"weight_codes is {list(codes.shape)}, weight_meta and the {grid.bits} bits of a code need [{needed}]"
-    )
+    require(fits, f"weight_codes is {list(codes.shape)}, weight_meta needs [{needed}] for codes of {grid.bits} bits")
     _check_codes(grid, codes, scale, meta, d_in)
 
 

@@ -17,7 +17,7 @@ from .codec import INPUTS, Codec, Parts, Verdict
 from .quantized import check_packed, find_offsets, pack, packed_bytes, unpack
 from .quantized_product import QuantizedTensors, quantized_linear
 
-_NAME = re.compile(r"int(\d)g([1-9]\d{0,8})")
+_NAME = re.compile(r"int([0-9])g([1-9][0-9]{0,8})")
 
 
 class ProductPlan(NamedTuple):
@@ -108,7 +108,7 @@ class Quantized(Codec):
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
-        """As `Codec.decoding`: faster with any compiled integer product, which reads at most half of the dense bytes."""
+        """As `Codec.decoding`: faster with a compiled integer product, which reads at most half of the dense bytes."""
         library = find_library() if device.type == "cpu" else None
         if library is None or not hasattr(library, "quantized_product"):
             return Verdict(False, f"no kernel for integer codes on {device.type}")

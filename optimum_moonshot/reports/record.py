@@ -70,9 +70,9 @@ class PruningRecord:
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
-            bits = [] if self.bits is None else [self.bits]
-            for number in self.bits.values() if isinstance(self.bits, Mapping) else bits:
-                Grid(number, self.quant_group)
+            if self.bits is not None:
+                for bits in self.bits.values() if isinstance(self.bits, Mapping) else (self.bits,):
+                    Grid(bits, self.quant_group)
 
     @property
     def targets(self) -> tuple[str, ...] | None:
@@ -114,7 +114,7 @@ class PruningRecord:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        if self.bits is None:
+        if not self.bits:
             del values["quant_group"]
         optional = ("compaction", "dense", "rotation", "allocated", "bits")
         values = {name: value for name, value in values.items() if value or name not in optional}
