@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import require
+from ..kernels import QuantizedMatrix, find_library
 from ..objective.grid import BLOCK, Grid
 from ..objective.patterns import NM
 from ..objective.row_slices import row_slices
@@ -93,11 +94,34 @@ def block_bytes(counts: Tensor, bits: int) -> Tensor:
 
 
 def find_offsets(meta: Tensor, d_in: int, bits: int) -> Tensor | None:
-    """Index of the first byte of each row and the number of all bytes, int64 [d_out + 1]; None if rows are equal."""
-    sizes = block_bytes(block_counts(meta, d_in), bits).sum(1)
-    if not meta.shape[1] or bool((sizes == sizes[0]).all()):
+    """Index of the first byte of each row and the number of all bytes, int64 [d_out + 1]; None without a bitmask."""
+    if not meta.shape[1]:
         return None
-    return functional.pad(sizes.cumsum(0), (1, 0))
+    library = find_library()
+    if library is not None and meta.device.type == "cpu" and meta.is_contiguous():
+        return library.quantized_offsets(bits, meta, d_in)
+    return row_offsets(meta, d_in, bits)
+
+
+def row_offsets(meta: Tensor, d_in: int, bits: int) -> Tensor:
+    """As `find_offsets`, for devices that the compiled library does not support."""
+    return functional.pad(block_bytes(block_counts(meta, d_in), bits).sum(1).cumsum(0), (1, 0))
+
+
+def library_matrix(
+    grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None = None
+) -> QuantizedMatrix | None:
+    """A packed matrix for the compiled library; None if that is missing or does not support these tensors.
+
+    `offsets` is the result of `find_offsets`, computed if it is None.
+    """
+    library = find_library()
+    in_memory = all(part.device.type == "cpu" and part.is_contiguous() for part in (codes, meta))
+    if library is None or not in_memory or not library.takes(scale):
+        return None
+    offsets = find_offsets(meta, d_in, grid.bits) if offsets is None else offsets
+    mask, shape = meta if meta.shape[1] else None, (len(scale), d_in)
+    return QuantizedMatrix(grid.bits, grid.group, codes, scale, mask, offsets, shape)
 
 
 def check_packed(
@@ -143,9 +167,15 @@ def _check_codes(grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: i
             require(bool((zero | ~grid.per_weight(empty, d_in)).all()), "weight_scale is 0 for a group with weights")
 
 
-def unpack(grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int) -> Tensor:
-    """The dense matrix, on the device and in the dtype of `scale`, of tensors that have passed `check_packed`."""
-    dense = scale.new_empty(len(scale), d_in)
+def unpack(grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None = None) -> Tensor:
+    """The dense matrix, on the device and in the dtype of `scale`, of tensors that have passed `check_packed`.
+
+    `offsets` is the result of `find_offsets`, computed if it is None.
+    """
+    dense, library = scale.new_empty(len(scale), d_in), find_library()
+    matrix = library_matrix(grid, codes, scale, meta, d_in, offsets) if type(codes) is Tensor else None
+    if matrix is not None and library is not None:
+        return library.quantized_unpack(dense, matrix)
     for rows, values in unpacked_slices(grid, codes, scale, meta, d_in):
         dense[rows] = values
     return dense
@@ -154,7 +184,7 @@ def unpack(grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int) ->
 def unpacked_slices(
     grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """As `unpack`, by slices of rows."""
+    """As `unpack`, by slices of rows, for devices and dtypes that the compiled library does not support."""
     for rows, counts, stream in _row_streams(codes, meta, d_in, grid.bits):
         signed = _placed(grid, _split(stream, counts, grid.bits), meta[rows], d_in).short() - grid.zero_point
         yield rows, grid.values(signed, grid.per_weight(scale[rows], d_in))

@@ -82,7 +82,7 @@ class Quantized(Codec):
 
     def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: ProductPlan | None = None) -> Tensor:
         codes, scale, meta = self._parts(parts)
-        return unpack(self.grid(scale.dtype), codes, scale, meta, shape[1])
+        return unpack(self.grid(scale.dtype), codes, scale, meta, shape[1], None if plan is None else plan.offsets)
 
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
         return packed_bytes(self.grid(matrix.dtype), matrix, pattern)
@@ -110,7 +110,7 @@ class Quantized(Codec):
     ) -> Verdict:
         """As `Codec.decoding`: faster with a compiled integer product, which reads at most half of the dense bytes."""
         library = find_library() if device.type == "cpu" else None
-        if library is None or not hasattr(library, "quantized_product"):
+        if library is None:
             return Verdict(False, f"no kernel for integer codes on {device.type}")
         if library.instruction_set in SLOWER:
             return Verdict(False, f"the {library.instruction_set} kernel is slower")

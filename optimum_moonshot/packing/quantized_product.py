@@ -1,18 +1,23 @@
 """The product with a matrix in a format "int{bits}g{group}", as operators of torch, like those of `bitmask_product`.
 
-``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. For gradients, and where
-there is no compiled library, slices of rows of W are unpacked, so that no dense copy of W is written to memory.
+``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
+multiplies directly with the packed W. For gradients, and where there is no library, tiles of W are unpacked, so that no
+dense copy of W is written to memory.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import QuantizedMatrix, find_library
 from ..objective.grid import Grid
-from .quantized import unpacked_slices
+from ..objective.row_slices import split_range
+from .quantized import library_matrix, unpacked_slices
 
+_TILE = 1 << 20  # bytes of a tile of unpacked rows, as in `bitmask_product`
 _MATRIX = "Tensor codes, Tensor scale, Tensor meta, Tensor? offsets, int bits, int group"
 _library = torch.library.Library("moonshot", "FRAGMENT")
 _library.define(f"quantized_linear(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
@@ -54,10 +59,34 @@ def _product(
     bias: Tensor | None,
     wide: bool,
 ) -> Tensor:
+    library, flat = find_library(), inputs.reshape(-1, inputs.shape[-1])
+    matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[-1], offsets)
     outputs = inputs.new_empty(*inputs.shape[:-1], len(scale))
-    for rows, tile in unpacked_slices(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[-1]):
+    if library is not None and matrix is not None and _takes(inputs, scale, bias) and len(flat) <= library.most_rows:
+        return library.quantized_product(flat.contiguous(), matrix, bias, wide).view_as(outputs)
+    for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, inputs.shape[-1]):
         outputs[..., rows] = functional.linear(inputs, tile, None if bias is None else bias[rows])
     return outputs
+
+
+def _takes(x: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
+    """Whether the library supports these inputs; for invalid ones, torch's dense product raises the error."""
+    fits = bias is None or (bias.dtype == x.dtype and bias.shape == scale.shape[:1] and bias.is_contiguous())
+    return fits and x.dtype == scale.dtype and x.device.type == "cpu" and x.numel() > 0
+
+
+def _tiles(
+    matrix: QuantizedMatrix | None, codes: Tensor, scale: Tensor, meta: Tensor, bits: int, group: int, d_in: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Unpack W by tiles of rows: the range of rows and the tile, valid until the next one."""
+    library = find_library()
+    if library is None or matrix is None:
+        yield from unpacked_slices(Grid(bits, group, scale.dtype), codes, scale, meta, d_in)
+        return
+    size = max(1, _TILE // (d_in * scale.dtype.itemsize))
+    buffer = scale.new_empty(min(size, len(scale)), d_in)
+    for rows in split_range(0, len(scale), size):
+        yield rows, library.quantized_unpack(buffer[: rows.stop - rows.start], matrix, rows.start)
 
 
 def _transposed(
@@ -73,7 +102,8 @@ def _transposed(
     """y W: [..., d_out] → [..., d_in]."""
     wider = torch.promote_types(outputs.dtype, torch.float32)
     sums = torch.zeros(*outputs.shape[:-1], d_in, dtype=wider, device=outputs.device)
-    for rows, tile in unpacked_slices(Grid(bits, group, scale.dtype), codes, scale, meta, d_in):
+    matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, d_in, offsets)
+    for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, d_in):
         sums += outputs[..., rows] @ tile
     return sums.to(outputs.dtype)
 

@@ -1,22 +1,6 @@
-"""The formats "int{bits}g{group}" written out code by code, and random matrices on a grid."""
+"""Random matrices on a grid."""
 
 import torch
-
-
-def pack(grid, matrix, keep, scale):
-    """The bytes of all codes: a block at a time, a bit at a time; `keep` marks the stored weights."""
-    content = []
-    for row, stored, scales in zip(matrix.tolist(), keep.tolist(), scale.tolist(), strict=True):
-        for first in range(0, len(row), 64):
-            bits = []
-            for place in range(first, min(first + 64, len(row))):
-                if stored[place]:
-                    step = scales[place // grid.group]
-                    code = (round(row[place] / step) if step else 0) + 2 ** (grid.bits - 1)
-                    bits += [code >> index & 1 for index in range(grid.bits)]
-            bits += [0] * (-len(bits) % 8)
-            content += [sum(bit << j for j, bit in enumerate(bits[b : b + 8])) for b in range(0, len(bits), 8)]
-    return content
 
 
 def random_matrix(grid, d_out, d_in, pattern=None, density=0.5, seed=0):
