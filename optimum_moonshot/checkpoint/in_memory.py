@@ -238,7 +238,7 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     module = model.get_submodule(path)
     if isinstance(module, PackedLinear):
         device = next(iter(module.parts.values())).device
-        verdict = packing_verdict(runtime, layer, total_bytes(module.parts), module.dtype, device)
+        verdict = packing_verdict(runtime, layer, total_bytes(module.parts), module.dtype, device, inputs)
         module.codec = module.codec.with_inputs(inputs)
         if not verdict.faster:
             _unpack(model, path, module)
@@ -251,7 +251,7 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     packed_bytes = layer.codec.packed_bytes(layer.as_matrix(weight.detach()), layer.nm)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
-    verdict = packing_verdict(runtime, layer, packed_bytes, weight.dtype, weight.device)
+    verdict = packing_verdict(runtime, layer, packed_bytes, weight.dtype, weight.device, inputs)
     if verdict.faster:
         matrix = layer.as_matrix(weight.detach()).cpu()
         parts = {suffix: part.to(weight.device) for suffix, part in layer.codec.pack(matrix, layer.nm).items()}

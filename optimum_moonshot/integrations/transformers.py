@@ -256,7 +256,7 @@ def _keep_packed(
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
         parts = stored.empty_parts(module.weight)
-        verdict = packing_verdict(runtime, layer, total_bytes(parts), module.weight.dtype, device)
+        verdict = packing_verdict(runtime, layer, total_bytes(parts), module.weight.dtype, device, inputs)
         chosen[path] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + total_bytes(parts), sizes[1] + module.weight.nbytes]

@@ -103,15 +103,17 @@ class Quantized(Codec):
         if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
             return super().linear(inputs, parts, shape, bias, plan)
         matrix = QuantizedTensors(*self._parts(parts), None if plan is None else plan.offsets, self.bits, self.group)
-        return quantized_linear(inputs, matrix, bias, wide=self.inputs != "int8")
+        return quantized_linear(inputs, matrix, bias, wide=self.inputs != INPUTS[0])
 
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
-        """As `Codec.decoding`: faster with a compiled integer product, which reads at most half of the dense bytes."""
+        """As `Codec.decoding`: a compiled product with rounded inputs is faster; it reads at most half of the bytes."""
         library = find_library() if device.type == "cpu" else None
         if library is None:
             return Verdict(False, f"no kernel for integer codes on {device.type}")
+        if self.inputs != INPUTS[0]:
+            return Verdict(False, "the kernel is slower for inputs that are not rounded")
         if library.instruction_set in SLOWER:
             return Verdict(False, f"the {library.instruction_set} kernel is slower")
         if not library.computes(dtype):

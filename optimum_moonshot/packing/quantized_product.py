@@ -18,6 +18,7 @@ from ..objective.row_slices import split_range
 from .quantized import library_matrix, unpacked_slices
 
 _TILE = 1 << 20  # bytes of a tile of unpacked rows, as in `bitmask_product`
+_MOST_WIDE = 4  # rows of inputs that are not rounded; above, torch's product with tiles is faster
 _MATRIX = "Tensor codes, Tensor scale, Tensor meta, Tensor? offsets, int bits, int group"
 _library = torch.library.Library("moonshot", "FRAGMENT")
 _library.define(f"quantized_linear(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
@@ -62,7 +63,8 @@ def _product(
     library, flat = find_library(), inputs.reshape(-1, inputs.shape[-1])
     matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[-1], offsets)
     outputs = inputs.new_empty(*inputs.shape[:-1], len(scale))
-    if library is not None and matrix is not None and _takes(inputs, scale, bias) and len(flat) <= library.most_rows:
+    most = 0 if library is None else min(library.most_rows, _MOST_WIDE) if wide else library.most_rows
+    if library is not None and matrix is not None and _takes(inputs, scale, bias) and len(flat) <= most:
         return library.quantized_product(flat.contiguous(), matrix, bias, wide).view_as(outputs)
     for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, inputs.shape[-1]):
         outputs[..., rows] = functional.linear(inputs, tile, None if bias is None else bias[rows])

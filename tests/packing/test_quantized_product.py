@@ -200,6 +200,8 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
         monkeypatch.setattr(library, "instruction_set", "vbmi2")
         assert verdict() == (True, "vbmi2 kernels for int4g128")
         assert verdict((8, 8)) == (False, f"smaller than {bitmask_speed.LEAST} weights")
+        kept = codec.with_inputs("float").decoding((1024, 1024), None, 0.2, torch.bfloat16, torch.device("cpu"))
+        assert kept == (False, "the kernel is slower for inputs that are not rounded")
         assert verdict(dtype=torch.float64) == (False, "no kernel for torch.float64")
         monkeypatch.setattr(library, "instruction_set", "portable")
         assert verdict() == (False, "the portable kernel is slower")
