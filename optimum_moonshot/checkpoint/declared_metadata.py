@@ -101,8 +101,8 @@ def read_declared_metadata(folder: Path) -> DeclaredMetadata:
 
 def _of_record(record: PruningRecord) -> Declaration:
     rules, compacted = record.pattern_rules, record.compaction is not None
-    numbers = sorted(set(record.bits.values())) if isinstance(record.bits, Mapping) else [record.bits]
-    bits = f"{', '.join(map(str, numbers))} bits" if record.bits else None
+    numbers = [record.config.get("bits")] if record.bits is None else sorted(set(record.bits.values()))
+    bits = None if None in numbers else f"{', '.join(map(str, numbers))} bits"
     return Declaration(CONFIG, _pattern_name(record.config), record.sparsity, rules, compacted=compacted, bits=bits)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..errors import MoonshotError, naming, require
-from ..packing import INPUTS, weight_of
+from ..packing import weight_of
 from .weight_files import (
     EXPLICIT,
     Description,
@@ -37,7 +37,7 @@ class Request:
 
     runtime: str | None = None  # of `RUNTIMES`; None: that of plain `from_pretrained`
     verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
-    inputs: str = INPUTS[0]  # of products with layers that stay packed
+    inputs: str | None = None  # one of `INPUTS`; likewise
 
 
 _REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039

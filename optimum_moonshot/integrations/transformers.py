@@ -25,7 +25,7 @@ from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
-from ..packing import PackedLayer
+from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry, total_bytes
 
@@ -49,11 +49,12 @@ class MoonshotQuantizer(HfQuantizer):
         super().__init__(cast(QuantizationConfigMixin, quantization_config), **kwargs)
         self.request = current_request()
         self.pruning: MoonshotConfig | None = None
-        self.runtime = "dense"
+        self.runtime, self.inputs = "dense", INPUTS[0]
         if isinstance(quantization_config, MoonshotConfig):
             self.pruning = quantization_config
         else:
             self.runtime = self.request.runtime or quantization_config.runtime
+            self.inputs = self.request.inputs or quantization_config.inputs
             contradiction = quantization_config.dequantize and self.runtime != "dense"
             require(not contradiction, f"it contradicts runtime={self.runtime!r}", field="dequantize", value=True)
         self.processors: tuple[Any, Any] = (None, None)
@@ -111,7 +112,7 @@ class MoonshotQuantizer(HfQuantizer):
             self.experts = PackedExperts.find(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in layers.items()}
             if self.runtime in ("packed", "auto"):
-                self.chosen = _keep_packed(model, layers, self.runtime, device_map, self.request.inputs)
+                self.chosen = _keep_packed(model, layers, self.runtime, device_map, self.inputs)
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
@@ -143,7 +144,7 @@ class MoonshotQuantizer(HfQuantizer):
         elif self.chosen:
             note(model, self.chosen)
         elif not self.pre_quantized and self.runtime != "dense":
-            to_runtime(model, self.runtime)
+            to_runtime(model, self.runtime, inputs=self.inputs)
 
     def _verify(self, files: Sequence[str]) -> None:
         """Verify that the files that transformers loads are those of the index, unless `load_pruned` has done so."""

@@ -42,9 +42,9 @@ class PruningRecord:
     dense: Sequence[str] = ()  # layers that were selected but not pruned, because no data reached them
     rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
     allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
-    # Bits of the surviving weights: of all layers, or of those that are listed; None if they are not quantized.
-    bits: int | Mapping[str, int] | None = None
-    quant_group: int = 128  # consecutive inputs with one scale, if weights are quantized
+    # Layer → bits of its surviving weights, if they differ between layers; others are not quantized. None: the
+    # configuration's bits for all.
+    bits: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         with _explained():
@@ -70,9 +70,11 @@ class PruningRecord:
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
-            if self.bits is not None:
-                for bits in self.bits.values() if isinstance(self.bits, Mapping) else (self.bits,):
-                    Grid(bits, self.quant_group)
+            valid = self.bits is None or isinstance(self.bits, Mapping)
+            require(valid, "must be an object or null", field="bits", value=self.bits)
+            _ = self.layer_grids(self.bits or ())
+        with _explained("config."):
+            _ = self.layer_grids(("",))
 
     @property
     def targets(self) -> tuple[str, ...] | None:
@@ -102,9 +104,10 @@ class PruningRecord:
 
     def layer_grids(self, names: Iterable[str]) -> dict[str, Grid | None]:
         """The grid of every layer's weights, in float32; None where they are not quantized."""
-        bits = self.bits
-        each = {name: bits.get(name) if isinstance(bits, Mapping) else bits for name in names}
-        return {name: None if number is None else Grid(number, self.quant_group) for name, number in each.items()}
+        config, every = self.config, self.config.get("bits")  # records of earlier releases have no bits
+        bits = {name: every if self.bits is None else self.bits.get(name) for name in names}
+        group = config.get("quant_group", Grid.group)
+        return {name: None if number is None else Grid(number, group) for name, number in bits.items()}
 
     def nm_patterns(self) -> list[NM]:
         """The n:m patterns of the layers, short groups first."""
@@ -114,8 +117,6 @@ class PruningRecord:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        if not self.bits:
-            del values["quant_group"]
         optional = ("compaction", "dense", "rotation", "allocated", "bits")
         values = {name: value for name, value in values.items() if value or name not in optional}
         return {"version": self.VERSION, **values}

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers as hf
-from checkpoint_edits import change_config
 from checkpoints import INPUTS, assert_same, files, pruned, tensors
 from grid_matrices import on_grid
 from packed_models import held
@@ -14,7 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_mixtures import family
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, verify
+from optimum_moonshot import (
+    MoonshotConfig,
+    MoonshotError,
+    MoonshotPrunedCheckpoint,
+    MoonshotPruner,
+    convert,
+    load_pruned,
+    verify,
+)
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.reports.record import PruningRecord
@@ -84,8 +91,13 @@ def test_packed_in_memory_and_back(source, tmp_path):
     with torch.no_grad():
         expected = pruner.model(INPUTS).logits
     pruner.save_pretrained(tmp_path / source, format=source)
-    for inputs in ("int8", "float"):
-        model = load_pruned(tmp_path / source, runtime="packed", inputs=inputs)
+    for inputs in ("int8", "float", "config"):
+        if inputs == "config":
+            inputs = "float"
+            config = MoonshotPrunedCheckpoint(runtime="packed", inputs=inputs)
+            model = AUTO.from_pretrained(tmp_path / source, quantization_config=config)
+        else:
+            model = load_pruned(tmp_path / source, runtime="packed", inputs=inputs)
         assert len(held(model)) == 21
         for name in held(model):
             module = model.get_submodule(name)
@@ -182,31 +194,47 @@ def test_the_commands(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "bits, group, words",
+    "entry, words",
     [
-        (5, 64, "bits=5: give 8, 4, 3"),
-        ("4", 64, "bits='4': give"),
-        ([4], 64, r"bits=\[4\]: give"),
-        ({"a": 2}, 64, "bits=2: give"),
-        (4, 100, "quant_group=100: give a multiple of 64"),
-        (4, None, "quant_group=None: give"),
+        ({"config.bits": 5}, "config.bits=5: give 8, 4, 3"),
+        ({"config.bits": "4"}, "config.bits='4': give"),
+        ({"config.bits": [4]}, r"config.bits=\[4\]: give"),
+        ({"config.quant_group": 100}, "config.quant_group=100: give a multiple of 64"),
+        ({"config.quant_group": None}, "config.quant_group=None: give"),
+        ({"bits": {"a": 2}}, "bits=2: give"),
+        ({"bits": 4}, "bits=4: must be an object or null"),
     ],
+    ids=str,
 )
-def test_a_damaged_record_is_refused_by_its_field(bits, group, words, tmp_path):
-    quantized().save_pretrained(tmp_path)
-    record = json.loads((tmp_path / "config.json").read_text())["moonshot"]
-    assert (record["bits"], record["quant_group"]) == (4, 64)
-    change_config(tmp_path, moonshot={**record, "bits": bits, "quant_group": group})
+def test_a_damaged_record_is_refused_by_its_field(entry, words):
+    values = PruningRecord.of(quantized().model).to_dict()
+    assert (values["config"]["bits"], values["config"]["quant_group"]) == (4, 64)
+    for name, value in entry.items():
+        (values["config"] if "." in name else values)[name.rpartition(".")[2]] = value
     with pytest.raises(MoonshotError, match=f"config.json is damaged: moonshot: {words}"):
-        load_pruned(tmp_path)
+        PruningRecord.from_dict(values)
 
 
-def test_a_record_without_bits_is_that_of_earlier_releases():
+def test_the_bits_of_layers():
     values = PruningRecord.of(pruned().model).to_dict()
-    assert "bits" not in values and "quant_group" not in values
-    record = PruningRecord.from_dict({**values, "bits": 8})
-    assert record.layer_grids(["a"]) == {"a": Grid(8, 128)}
-    assert PruningRecord.from_dict(record.to_dict()) == record
+    assert "bits" not in values
+    earlier = {name: value for name, value in values["config"].items() if name not in ("bits", "quant_group")}
+    assert PruningRecord.from_dict({**values, "config": earlier}).layer_grids(["a"]) == {"a": None}
+    every = PruningRecord.from_dict({**values, "config": {**values["config"], "bits": 8}})
+    assert every.layer_grids(["a"]) == {"a": Grid(8, 128)}
+    each = PruningRecord.from_dict({**values, "bits": {"a": 4}})
+    assert each.layer_grids(["a", "b"]) == {"a": Grid(4, 128), "b": None}
+    assert PruningRecord.from_dict(each.to_dict()) == each
+
+
+def test_a_quantized_run_is_packed_as_codes(tmp_path):
+    for number, settings in enumerate((dict(pattern="2:4", bits=4), dict(bits=8, quant_group=64))):
+        pruner = pruned(dtype=torch.bfloat16, **settings)
+        pruner.save_pretrained(tmp_path / str(number), format="packed")
+        codec = f"int{settings['bits']}g{settings.get('quant_group', 128)}"
+        assert {entry["codec"] for entry in entries(tmp_path / str(number)).values()} == {codec}
+        assert_same(pruner.model, load_pruned(tmp_path / str(number)))
+        assert verify(tmp_path / str(number)).bits_per_weight < 10
 
 
 def test_a_merged_weight_is_packed_as_codes_where_it_is_on_the_grid(caplog):

@@ -14,7 +14,9 @@ from optimum_moonshot.reports.record import PruningRecord
 def quantize(pruner, bits=4, group=64):
     """Round the pruned layers of a pruner's model to a grid, and note it in the record; `bits` of all, or by layer."""
     model, each = pruner.model, bits if isinstance(bits, dict) else None
-    record = dataclasses.replace(PruningRecord.of(model), bits=bits, quant_group=group)
+    record = PruningRecord.of(model)
+    config = {**record.config, "bits": bits if each is None else None, "quant_group": group}
+    record = dataclasses.replace(record, config=config, bits=each)
     for layer in find_structure(model, record.targets, record.ignore).layers():
         if each is None or layer.name in each:
             grid = Grid(bits if each is None else each[layer.name], group, layer.parameter.dtype)
