@@ -111,8 +111,8 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
     This checks the files (of a packed checkpoint, every checksum), the zeros, the n:m and the grid of every pruned
     layer against config.json, the report and the model card, and that transformers would load no other files. No model
-    is loaded.
-    More zeros than declared are a note; fewer zeros, or a weight whose zeros cannot be determined, are a mismatch.
+    is loaded. More zeros than declared are a note; fewer zeros, or a weight whose zeros cannot be determined, are a
+    mismatch.
 
     Args:
         name_or_path: a local folder or a Hub repository, dense, packed, or quantized afterwards by another tool.

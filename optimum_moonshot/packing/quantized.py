@@ -9,8 +9,9 @@ A matrix W [d_out, d_in] on a `Grid` (objective/grid.py) is stored as
 * ``meta`` (``_meta``): as in the format "bitmask", or [d_out, 0] if every weight is stored. This is so for n:m with
   n = m, and without a pattern where it takes fewer bytes than a bitmask.
 
-A weight is round(code · scale); one that is not stored is 0. As in the format "bitmask", n:m stores zeros in addition
-where m consecutive inputs have fewer than n nonzeros. 2:4 in 4 bits takes 1 + 2 bits per weight, and its scales.
+A weight is code · scale, rounded to the dtype of the scale; one that is not stored is 0. As in the format "bitmask",
+n:m stores zeros in addition where m consecutive inputs have fewer than n nonzeros. 2:4 in 4 bits takes 1 + 2 bits per
+weight, and its scales.
 """
 
 from collections.abc import Iterator

@@ -87,6 +87,22 @@ class Quantized(Codec):
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
         return packed_bytes(self.grid(matrix.dtype), matrix, pattern)
 
+    def rows(
+        self,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        first: int,
+        stop: int,
+        plan: ProductPlan | None = None,
+    ) -> Parts:
+        """The tensors of the rows from `first` to `stop` − 1, as views."""
+        codes, scale, meta = self._parts(parts)
+        offsets = find_offsets(meta, shape[1], self.bits) if plan is None else plan.offsets
+        ends = [first, stop] if offsets is None else offsets[[first, stop]].tolist()
+        size = len(codes) // shape[0] if offsets is None else 1  # bytes of a row, if all are equal
+        rows = codes[ends[0] * size : ends[1] * size], scale[first:stop], meta[first:stop]
+        return dict(zip(self.suffixes, rows, strict=True))
+
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> ProductPlan | None:
         if torch.compiler.is_compiling():  # data-dependent values must be computed inside the operators
             return None

@@ -91,6 +91,17 @@ def test_offsets_of_rows():
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("pattern", [None, NM(2, 4), NM(4, 4)], ids=str)
+def test_rows_are_packed_matrices(pattern, bits):
+    matrix, codec, parts = packed(bits, pattern)
+    for first, stop in ((0, 5), (1, 4), (4, 5)):
+        for plan in (None, codec.plan(parts, (5, 300))):
+            rows = codec.rows(parts, (5, 300), first, stop, plan)
+            codec.check(rows, (stop - first, 300), torch.bfloat16, pattern)
+            assert torch.equal(codec.unpack(rows, (stop - first, 300)), matrix[first:stop])
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_weights_off_the_grid_are_refused(bits):
     matrix, codec, _ = packed(bits, d_in=256)
     matrix[3, 5] *= 1.3
