@@ -20,8 +20,11 @@ INSTRUCTIONS = {
     "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
     "avx512.c": WIDE,
+    "quantized_avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
+    "quantized_vnni.c": [*WIDE, "-mavx512vbmi", "-mavx512vbmi2", "-mavx512vnni"],
     "vbmi2.c": [*WIDE, "-mavx512vbmi2"],
 }
+ARM_INSTRUCTIONS = {"quantized_neon.c": ["-march=armv8.2-a+dotprod"]}
 
 
 class BuildKernels(build_ext):
@@ -37,7 +40,9 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(objects, path, libraries=ext.libraries)
 
     def _compile(self, source: str, ext: Extension) -> str:
-        flags = INSTRUCTIONS.get(Path(source).name, []) if platform.machine() in ("x86_64", "AMD64") else []
+        machine = platform.machine()
+        table = {"x86_64": INSTRUCTIONS, "AMD64": INSTRUCTIONS, "aarch64": ARM_INSTRUCTIONS, "arm64": ARM_INSTRUCTIONS}
+        flags = table.get(machine, {}).get(Path(source).name, [])
         settings = {"output_dir": self.build_temp, "depends": ext.depends}
         try:
             made = self.compiler.compile([source], extra_postargs=[*ext.extra_compile_args, *flags], **settings)

@@ -7,9 +7,9 @@ import logging
 from functools import lru_cache
 from types import ModuleType
 
-from .library import Library, find_library
+from .library import Library, QuantizedMatrix, find_library
 
-__all__ = ["Library", "find_gpu_kernels", "find_library"]
+__all__ = ["Library", "QuantizedMatrix", "find_gpu_kernels", "find_library"]
 
 _log = logging.getLogger(__name__)
 

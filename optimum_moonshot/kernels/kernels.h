@@ -80,6 +80,7 @@ PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *
 #define FAR 8192
 #endif
 
+#define PUBLIC __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline, unused))
 
 INLINE int64_t row_start(const packed_matrix *w, int64_t row) {

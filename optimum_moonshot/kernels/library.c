@@ -1,13 +1,15 @@
 /* The interface for Python: selection of the instruction set, threads, and products and unpacking of whole matrices. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <stdlib.h>
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #include "kernels.h"
+#include "parallel.h"
+#include "quantized.h"
 #include "tables.h"
 
 shuffles moonshot_shuffles __attribute__((aligned(64)));
@@ -31,7 +33,7 @@ static int may_use_tiles(void) {
 #endif
 }
 
-/* Bits for avx2, avx512, vbmi2 and amx: supported by the CPU, and saved by the operating system at context switches. */
+/* Bits for avx2, avx512, vbmi2, amx, and 8-bit products with AVX-512: supported by the CPU, and saved by the operating system at context switches. */
 static int supported_sets(void) {
     unsigned a, b, c, d, b7, c7, d7, a71 = 0, sets = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -49,9 +51,20 @@ static int supported_sets(void) {
     }
     if (!(c7 & 1u << 6)) return (int)sets; /* VBMI2 */
     sets |= 4;
+    if ((c7 & (1u << 1 | 1u << 11)) == (1u << 1 | 1u << 11)) sets |= 16; /* VBMI, VNNI */
     const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BF16 */
     if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) sets |= 8;
     return (int)sets;
+}
+#elif defined(__aarch64__)
+/* Whether the CPU has dot products of bytes. */
+static int supported_sets(void) {
+#if defined(__linux__)
+    enum { DOT_PRODUCTS = 1 << 20 };
+    return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
+#else
+    return 1; /* all of Apple's */
+#endif
 }
 #endif
 
@@ -61,27 +74,37 @@ static const struct instruction_set {
     const kernels *table;
     const struct instruction_set *base;
     int needs, many; /* many: only for several rows of inputs */
+    const quantized_kernel *quantized; /* null, or unsupported: that of the next slower set */
+    int quantized_needs;
 } sets[] = {
-    {"portable", &moonshot_portable, NULL, 0, 0},
+    {"portable", &moonshot_portable, NULL, 0, 0, &moonshot_quantized_portable, 0},
 #if defined(__x86_64__)
-    {"avx2", &moonshot_avx2, &sets[0], 1, 0},
-    {"avx512", &moonshot_avx512, &sets[0], 2, 0},
-    {"vbmi2", &moonshot_vbmi2, &sets[2], 4, 0},
-    {"amx", &moonshot_amx, &sets[3], 8, 1},
+    {"avx2", &moonshot_avx2, &sets[0], 1, 0, &moonshot_quantized_avx2, 1},
+    {"avx512", &moonshot_avx512, &sets[0], 2, 0, NULL, 0},
+    {"vbmi2", &moonshot_vbmi2, &sets[2], 4, 0, &moonshot_quantized_vnni, 16},
+    {"amx", &moonshot_amx, &sets[3], 8, 1, NULL, 0},
 #elif defined(__aarch64__)
-    {"neon", &moonshot_neon, &sets[0], 0, 0},
+    {"neon", &moonshot_neon, &sets[0], 0, 0, &moonshot_quantized_neon, 1},
 #endif
 };
 enum { SETS = sizeof sets / sizeof *sets };
 
 static kernels one_row, many_rows;
 
-static int usable(int set) {
+static int supports(int needs) {
     int detected = 0;
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(__aarch64__)
     detected = supported_sets();
 #endif
-    return (sets[set].needs & detected) == sets[set].needs && (*sets[set].table)[BF16].multiply;
+    return (needs & detected) == needs;
+}
+
+static int usable(int set) { return supports(sets[set].needs) && (*sets[set].table)[BF16].multiply; }
+
+static const quantized_kernel *quantized_of(int set) {
+    for (; set > 0; set--)
+        if (sets[set].quantized && sets[set].quantized->multiply && supports(sets[set].quantized_needs)) break;
+    return sets[set].quantized;
 }
 
 static void fill_shuffles(void) {
@@ -98,7 +121,7 @@ static void fill_shuffles(void) {
 }
 
 /* Version of the interface; Python rejects libraries of another release. */
-PUBLIC int moonshot_version(void) { return 2; }
+PUBLIC int moonshot_version(void) { return 3; }
 
 /* Name of one of the instruction sets that this CPU supports, counted from the slowest; null beyond the last. */
 PUBLIC const char *moonshot_set_name(int which) {
@@ -119,85 +142,33 @@ PUBLIC int moonshot_use(const char *name) {
             many_rows[dtype] = (*many->table)[dtype];
             one_row[dtype] = (*one->table)[dtype];
         }
+        moonshot_quantized = quantized_of(set);
         fill_shuffles();
         return 0;
     }
     return -1;
 }
 
-/* Use the OpenMP runtime that torch has loaded: a second pool of threads would compete with its own. */
-typedef void (*parallel_region)(void (*)(void *), void *, unsigned, unsigned);
-
 typedef struct {
     const packed_matrix *w;
     const kernel *with;
     const product *job; /* the product to compute; null to unpack into `dense` */
     void *dense;
-    int64_t first, last, parts, next;
+    int64_t first; /* row of W that is unpacked first */
     int bytes;
 } task;
 
-#define TOGETHER 32 /* rows that the widest kernel unpacks together; parts begin at multiples of it, to leave no rest */
-
-/* First row of a part. Parts have about equal bytes of values and bits, for equal load, as rows can differ in length. */
-static int64_t part_start(const task *t, int64_t part) {
-    const packed_matrix *w = t->w;
-    const int64_t meta = (w->d_in + 7) / 8, rows = t->last - t->first;
-    if (part >= t->parts) return t->last;
-    int64_t row = t->first + rows * part / t->parts;
-    if (w->offsets) {
-        const int64_t *offsets = w->offsets, origin = offsets[t->first];
-        const int64_t all = (offsets[t->last] - origin) * t->bytes + rows * meta;
-        int64_t low = t->first, high = t->last;
-        while (low < high) {
-            row = low + (high - low) / 2;
-            const int64_t before = (offsets[row] - origin) * t->bytes + (row - t->first) * meta;
-            if (before < all / t->parts * part) low = row + 1;
-            else high = row;
-        }
-        row = low;
-    }
-    row = t->first + (row - t->first + TOGETHER - 1) / TOGETHER * TOGETHER;
-    return row < t->last ? row : t->last;
+static void process(const void *context, int64_t first, int64_t last) {
+    const task *t = context;
+    if (t->job) t->with->multiply(t->w, t->job, first, last);
+    else t->with->unpack(t->w, first, last, (char *)t->dense + (first - t->first) * t->w->d_in * t->bytes);
 }
 
-static void work(void *argument) {
-    task *t = argument;
-    for (;;) {
-        const int64_t part = __atomic_fetch_add(&t->next, 1, __ATOMIC_RELAXED);
-        if (part >= t->parts) return;
-        const int64_t first = part_start(t, part), last = part_start(t, part + 1);
-        if (first >= last) continue;
-        if (t->job) t->with->multiply(t->w, t->job, first, last);
-        else t->with->unpack(t->w, first, last, (char *)t->dense + (first - t->first) * t->w->d_in * t->bytes);
-    }
-}
-
-#define PART_BYTES (64 << 10) /* small enough to balance the load between threads */
-#define ALONE_BYTES (256 << 10) /* one thread processes less before others have started */
-
-static void run(task *t, int threads) {
-    static parallel_region parallel;
+static void run(const task *t, int64_t last, int threads) {
     const packed_matrix *w = t->w;
-    const int64_t rows = t->last - t->first;
-    if (rows <= 0) return;
-    const int64_t values = row_start(w, t->last) - row_start(w, t->first);
-    const int64_t bytes = values * t->bytes + rows * ((w->d_in + 7) / 8);
-    const int64_t load = bytes * (t->job ? (t->job->rows + 3) / 4 : 2);
-    t->parts = 1;
-    t->next = 0;
-    if (threads > 1 && load >= ALONE_BYTES) {
-        if (!parallel) parallel = (parallel_region)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        if (parallel) {
-            t->parts = bytes / PART_BYTES < 2 * threads ? 2 * threads : bytes / PART_BYTES;
-            if (t->parts > 16 * threads) t->parts = 16 * threads;
-            if (t->job && t->job->rows > 1 && t->parts > rows / SHARED)
-                t->parts = rows / SHARED < 2 * threads ? 2 * threads : rows / SHARED;
-            parallel(work, t, (unsigned)threads, 0);
-            return;
-        }
-    }
-    work(t);
+    const int64_t passes = t->job ? (t->job->rows + 3) / 4 : 2, least = t->job && t->job->rows > 1 ? SHARED : 1;
+    row_task rows = {process, t, w->offsets, w->per_row, t->bytes, (w->d_in + 7) / 8, t->first, last, 0, 0};
+    moonshot_run(&rows, threads, passes, least);
 }
 
 static int all_finite(const void *x, int64_t count, int dtype) {
@@ -225,8 +196,8 @@ int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values,
         if (posix_memalign(&prepared, 64, (size_t)with->prepared_bytes(count, d_in))) return -1;
         with->prepare(inputs, count, d_in, prepared);
         const product job = {prepared, count, bias, (char *)y + first * d_out * bytes};
-        task t = {&w, with, &job, NULL, 0, d_out, 1, 0, bytes};
-        run(&t, threads);
+        const task t = {&w, with, &job, NULL, 0, bytes};
+        run(&t, d_out, threads);
         free(prepared);
     }
     return 0;
@@ -237,8 +208,8 @@ PUBLIC void moonshot_unpack(int dtype, int64_t d_out, int64_t d_in, const void *
                             const uint8_t *meta, const int64_t *offsets, int64_t first, int64_t last, void *dense,
                             int threads) {
     const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
-    task t = {&w, &one_row[dtype], NULL, dense, first, last, 1, 0, dtype == F32 ? 4 : 2};
-    run(&t, threads);
+    const task t = {&w, &one_row[dtype], NULL, dense, first, dtype == F32 ? 4 : 2};
+    run(&t, last, threads);
 }
 
 /* offsets [d_out + 1]: the number of values in all rows before each row. */

@@ -11,6 +11,7 @@ import sys
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,26 @@ from ..errors import require
 _log = logging.getLogger(__name__)
 _PATH = Path(__file__).with_name("libmoonshot.so")
 _SWITCH = "MOONSHOT_KERNELS"
-_VERSION = 2  # of moonshot_version in library.c
+_VERSION = 3  # of moonshot_version in library.c
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class QuantizedMatrix(NamedTuple):
+    """W [d_out, d_in] in the format "int{bits}g{group}", contiguous, in host memory.
+
+    Codes (uint8, all rows in one dimension), scale [d_out, ⌈d_in/group⌉] in a dtype that `Library.computes` accepts,
+    meta (uint8 [d_out, ⌈d_in/8⌉]; None if all weights survive) and offsets (int64 [d_out + 1], the index of the first
+    byte of codes of each row; None if all rows have the same number). `bits` is 8, 4 or 3, `group` a multiple of 64.
+    Damaged codes, bits or offsets never cause reads outside of these tensors; scales must be finite.
+    """
+
+    bits: int
+    group: int
+    codes: Tensor
+    scale: Tensor
+    meta: Tensor | None
+    offsets: Tensor | None
+    shape: tuple[int, int]
 
 
 class Library:
@@ -47,6 +66,14 @@ class Library:
         self._grouped = functions.moonshot_grouped
         self._grouped.argtypes = [*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int]
         self._offsets.argtypes, self._offsets.restype = [c_int64, c_int64, c_void_p, c_void_p], None
+        self._quantized_product = functions.moonshot_quantized_product
+        self._quantized_unpack = functions.moonshot_quantized_unpack
+        self._quantized_offsets = functions.moonshot_quantized_offsets
+        quantized = (c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+        self._quantized_product.argtypes = [*quantized, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
+        self._quantized_unpack.argtypes = [*quantized, c_int64, c_int64, c_void_p, c_int]
+        self._quantized_offsets.argtypes = [c_int, c_int64, c_int64, c_void_p, c_void_p]
+        self._quantized_unpack.restype = self._quantized_offsets.restype = None
         self._use.argtypes, self._name.argtypes, self._name.restype = [c_char_p], [c_int], c_char_p
         self.use(None)
 
@@ -92,7 +119,7 @@ class Library:
         (rows, d_in), d_out = inputs.shape, meta.shape[0]
         outputs = inputs.new_empty(rows, d_out)
         matrix = _matrix(values, meta, offsets, d_in)
-        addresses = inputs.data_ptr(), rows, None if bias is None else bias.data_ptr(), outputs.data_ptr()
+        addresses = inputs.data_ptr(), rows, _address(bias), outputs.data_ptr()
         if self._product(*matrix, *addresses, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
@@ -125,11 +152,61 @@ class Library:
         self._offsets(meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
         return offsets
 
+    def quantized_product(
+        self, inputs: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, wide: bool = False
+    ) -> Tensor:
+        """x Wᵀ + bias [rows, d_out], with x [rows, d_in] contiguous and x and bias of the dtype of the scales.
+
+        Each row of x is rounded to integers in −127…127 for each group of inputs, times a scale; sums are exact in a
+        group, and accumulated in float32. Rows with values that are not finite are multiplied in float32.
+
+        Args:
+            inputs: x.
+            matrix: W.
+            bias: [d_out], or None.
+            wide: multiply x as it is, in float32, with the weights of the dense matrix.
+
+        Returns:
+            The product in the dtype of x.
+
+        Raises:
+            MemoryError: the copy of the inputs cannot be allocated.
+        """
+        (rows, d_in), d_out = inputs.shape, matrix.shape[0]
+        outputs = inputs.new_empty(rows, d_out)
+        addresses = inputs.data_ptr(), rows, _address(bias), outputs.data_ptr()
+        if self._quantized_product(*_quantized(matrix), *addresses, wide, torch.get_num_threads()):
+            raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
+        return outputs
+
+    def quantized_unpack(self, dense: Tensor, matrix: QuantizedMatrix, first: int = 0) -> Tensor:
+        """Unpack rows of W, from `first` on, to `dense` [rows, d_in], contiguous, in the scales' dtype; returns it."""
+        last = first + dense.shape[0]
+        self._quantized_unpack(*_quantized(matrix), first, last, dense.data_ptr(), torch.get_num_threads())
+        return dense
+
+    def quantized_offsets(self, bits: int, meta: Tensor, d_in: int) -> Tensor:
+        """Index of the first byte of codes of each row, and the number of all bytes: int64 [d_out + 1]."""
+        offsets = torch.empty(meta.shape[0] + 1, dtype=torch.int64, device="cpu")
+        self._quantized_offsets(bits, meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
+        return offsets
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _quantized(matrix: QuantizedMatrix) -> tuple[int | None, ...]:
+    """The arguments that describe a quantized W, for the functions of the library."""
+    codes, scale = matrix.codes, matrix.scale
+    sizes = matrix.bits, matrix.group, _DTYPES[scale.dtype], *matrix.shape
+    return *sizes, codes.data_ptr(), codes.numel(), _address(matrix.meta), _address(matrix.offsets), scale.data_ptr()
+
 
 def _matrix(values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int) -> tuple[int | None, ...]:
     """The arguments that describe W, for the functions of the library."""
-    address = None if offsets is None else offsets.data_ptr()
-    return _DTYPES[values.dtype], len(meta), d_in, values.data_ptr(), values.numel(), meta.data_ptr(), address
+    sizes = _DTYPES[values.dtype], len(meta), d_in
+    return *sizes, values.data_ptr(), values.numel(), meta.data_ptr(), _address(offsets)
 
 
 @lru_cache

@@ -1,0 +1,282 @@
+/* Quantized matrices on x86-64 with AVX-512 VBMI, VBMI2 and VNNI. Codes stay unsigned, and pruned weights get the code
+ * of zero: `start` of the inputs subtracts it. */
+#include "quantized.h"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512VNNI__) && defined(__F16C__)
+#include "avx512.h"
+
+INLINE __m512i zero_codes(const int bits) { return _mm512_set1_epi8((char)(1 << (bits - 1))); }
+
+INLINE __m512i spread_nibbles(__m256i bytes) {
+    const __m512i wide = _mm512_cvtepu8_epi16(bytes);
+    return _mm512_ternarylogic_epi64(wide, _mm512_slli_epi16(wide, 4), _mm512_set1_epi8(15), 0xa8); /* (a | b) & c */
+}
+
+INLINE __m512i spread_threes(__m256i bytes) {
+    /* Each lane of 64 bits takes the 3 bytes of its 8 codes. */
+    const __m512i places = _mm512_setr_epi64(0x020100, 0x050403, 0x080706, 0x0b0a09, 0x0e0d0c, 0x11100f, 0x141312, 0x171615);
+    const __m512i shifts = _mm512_set1_epi64(0x15120f0c09060300);
+    const __m512i threes = _mm512_permutexvar_epi8(places, _mm512_castsi256_si512(bytes));
+    return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, threes), _mm512_set1_epi8(7));
+}
+
+/* The codes of a block as unsigned bytes. */
+INLINE __m512i block_codes(const uint8_t *p, const int bits) {
+    __m512i codes;
+    if (bits == 8) codes = _mm512_loadu_si512(p);
+    else if (bits == 4) codes = spread_nibbles(_mm256_loadu_si256((const __m256i *)p));
+    else codes = spread_threes(_mm256_loadu_si256((const __m256i *)p));
+    IN_REGISTER(codes);
+    return codes;
+}
+
+INLINE __m512i place_codes(__m512i codes, uint64_t word, const int bits, const int dense) {
+    return dense ? codes : _mm512_mask_expand_epi8(zero_codes(bits), (__mmask64)word, codes);
+}
+
+INLINE void expand_block(const uint8_t *p, uint64_t word, const int bits, const int dense, int8_t *to) {
+    const __m512i codes = place_codes(block_codes(p, bits), word, bits, dense);
+    _mm512_storeu_si512(to, _mm512_sub_epi8(codes, zero_codes(bits)));
+}
+
+INLINE void quantize_block(const float *p, float inverse, int8_t *to) {
+    for (int i = 0; i < WORD; i += 16) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(inverse)));
+        _mm_storeu_si128((__m128i *)(to + i), _mm512_cvtepi32_epi8(whole));
+    }
+}
+
+/* Minus the products of the zero code in each lane: then each lane, not only their sum, has the exact sum over c. */
+INLINE void start_lanes(const int8_t *x, int64_t count, int32_t zero, int32_t *start) {
+    __m512i sums = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += WORD)
+        sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8((char)zero), _mm512_loadu_si512(x + i));
+    _mm512_storeu_si512(start, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
+}
+
+static void multiply_codes(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last);
+
+#define VECTOR_BYTES 64
+#define QUANTIZE(p, inverse, to) quantize_block(p, inverse, to)
+#define EXPAND(p, word, bits, dense, to) expand_block(p, word, bits, dense, to)
+#define MULTIPLY multiply_codes
+#define START(x, count, zero, start) start_lanes(x, count, zero, start)
+#define TILE 12
+#define TILE_FROM 4
+#include "quantized_rows.h"
+
+/* Few rows of inputs: 4 rows of W at a time, whose codes are multiplied in registers. */
+
+#define AHEAD 64 /* spans whose scales are converted at a time */
+
+typedef struct {
+    const uint8_t *p[4], *meta[4];
+    float scales[4][TILE_FROM][AHEAD]; /* of W times those of the inputs */
+} four_rows;
+
+static void few_scales(const quantized_matrix *w, const quantized_inputs *inputs, int64_t row, int64_t last,
+                       int64_t first, int64_t count, four_rows *four) {
+    const int bytes = dtype_bytes(w->dtype);
+    float scales[AHEAD];
+    for (int64_t k = 0; k < 4; k++) {
+        const int64_t from = (row + k < last ? row + k : last - 1) * w->groups;
+        if (w->per_group == 1) floats_of(w->dtype, (const char *)w->scale + (from + first) * bytes, count, scales);
+        else for (int64_t i = 0; i < count; i++) scales[i] = float_at(w->dtype, w->scale, from + span_group(w, first + i));
+        for (int64_t r = 0; r < inputs->rows; r++)
+            for (int64_t i = 0; i < count; i++) four->scales[k][r][i] = scales[i] * inputs->scale[r * w->spans + first + i];
+    }
+}
+
+/* Add the products of `count` spans to the sums. */
+INLINE void few_spans(const quantized_matrix *w, const quantized_inputs *inputs, int64_t first, int64_t count,
+                      four_rows *four, __m512 sums[4][TILE_FROM], const int bits, const int dense, const int rows,
+                      const int careful) {
+    const int64_t stride = quantized_stride(w);
+    const uint8_t *end = w->codes + w->stored;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t span = first + i, last = (span_end(w, span) + WORD - 1) / WORD;
+        __m512i acc[4][TILE_FROM];
+        UNROLL for (int r = 0; r < rows; r++) {
+            const __m512i start = _mm512_loadu_si512(inputs->start + (r * w->spans + span) * START_LANES);
+            UNROLL for (int k = 0; k < 4; k++) acc[k][r] = start;
+        }
+        for (int64_t block = span_start(w, span) / WORD; block < last; block++) {
+            __m512i x[TILE_FROM];
+            UNROLL for (int r = 0; r < rows; r++) x[r] = _mm512_loadu_si512(inputs->x + r * stride + block * WORD);
+            UNROLL for (int k = 0; k < 4; k++) {
+                uint8_t copy[WORD];
+                const uint8_t *p = careful ? readable(four->p[k], end, copy) : four->p[k];
+                uint64_t word = ~0ull;
+                if (careful) word = block_word(w, dense ? NULL : four->meta[k], block);
+                else if (!dense) memcpy(&word, four->meta[k] + 8 * block, 8);
+                if (!careful) __builtin_prefetch(p + NEAR);
+                const __m512i codes = place_codes(block_codes(p, bits), word, bits, dense);
+                four->p[k] += dense && !careful ? 8 * bits : code_bytes(word, bits);
+                UNROLL for (int r = 0; r < rows; r++) acc[k][r] = _mm512_dpbusd_epi32(acc[k][r], codes, x[r]);
+            }
+        }
+        UNROLL for (int k = 0; k < 4; k++)
+            UNROLL for (int r = 0; r < rows; r++)
+                sums[k][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[k][r]), _mm512_set1_ps(four->scales[k][r][i]), sums[k][r]);
+    }
+}
+
+INLINE void few(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last, const int bits,
+                const int dense, const int rows) {
+    const uint8_t *end = w->codes + w->stored;
+    four_rows four;
+    for (int64_t row = first; row < last; row += 4) {
+        const int64_t left = last - row < 4 ? last - row : 4;
+        __m512 sums[4][TILE_FROM];
+        UNROLL for (int k = 0; k < 4; k++) {
+            four.p[k] = code_row(w, k < left ? row + k : last - 1);
+            four.meta[k] = meta_row(w, k < left ? row + k : last - 1);
+            UNROLL for (int r = 0; r < rows; r++) sums[k][r] = _mm512_setzero_ps();
+        }
+        for (int64_t span = 0, count; span < w->spans; span += count) {
+            count = w->spans - span < AHEAD ? w->spans - span : AHEAD;
+            const int64_t stop = span_end(w, span + count - 1), most = (stop - span_start(w, span)) / 8 * bits + WORD;
+            int slack = stop % WORD == 0;
+            for (int k = 0; k < 4; k++) slack &= end - four.p[k] >= most;
+            few_scales(w, job->inputs, row, last, span, count, &four);
+            if (slack) few_spans(w, job->inputs, span, count, &four, sums, bits, dense, rows, 0);
+            else few_spans(w, job->inputs, span, count, &four, sums, bits, dense, rows, 1);
+        }
+        float outputs[TILE_FROM * 4];
+        UNROLL for (int k = 0; k < 4; k++)
+            UNROLL for (int r = 0; r < rows; r++) outputs[4 * r + k] = _mm512_reduce_add_ps(sums[k][r]);
+        finish(w, job, row, left, outputs, 4, 0);
+    }
+}
+
+/* More rows: 32 rows of W are expanded to a buffer, where 4 codes of each are next to those of the other rows. Each
+ * product with 4 inputs then yields sums for 16 rows, and W is expanded once for all inputs. */
+
+#define OUTPUTS 32
+#define STRIP SPAN     /* most inputs that are expanded at a time: the buffer fits the second-level cache */
+#define SHORT_STRIP 512 /* for few rows of inputs, it fits the first-level cache */
+
+/* Expand blocks first to last - 1 of 16 rows, to every other vector of `to`. */
+INLINE void expand_16(const quantized_matrix *w, const uint8_t **p, const uint8_t *const *meta, int64_t first,
+                      int64_t last, __m512i *to, const int bits, const int dense) {
+    const uint8_t *end = w->codes + w->stored;
+    for (int64_t block = first; block < last; block++, to += 2 * 16) {
+        __m512i rows[16];
+        UNROLL for (int k = 0; k < 16; k++) {
+            uint8_t copy[WORD];
+            const uint64_t word = block_word(w, dense ? NULL : meta[k], block);
+            rows[k] = place_codes(block_codes(readable(p[k], end, copy), bits), word, bits, dense);
+            p[k] += code_bytes(word, bits);
+            __builtin_prefetch(p[k] + NEAR);
+        }
+        transpose(rows);
+        UNROLL for (int k = 0; k < 16; k++) _mm512_store_si512(to + 2 * k, rows[k]);
+    }
+}
+
+static void expand_half(const quantized_matrix *w, const uint8_t **p, const uint8_t *const *meta, int64_t first,
+                        int64_t last, __m512i *to) {
+    if (w->bits == 8) {
+        if (w->meta) expand_16(w, p, meta, first, last, to, 8, 0);
+        else expand_16(w, p, meta, first, last, to, 8, 1);
+    } else if (w->bits == 4) {
+        if (w->meta) expand_16(w, p, meta, first, last, to, 4, 0);
+        else expand_16(w, p, meta, first, last, to, 4, 1);
+    } else {
+        if (w->meta) expand_16(w, p, meta, first, last, to, 3, 0);
+        else expand_16(w, p, meta, first, last, to, 3, 1);
+    }
+}
+
+/* Add the products of OUTPUTS rows of W and a tile of inputs, for spans first to last - 1. */
+INLINE void tile_spans(const quantized_matrix *w, const __m512i *panel, const float *scales, const quantized_inputs *inputs,
+                       int64_t x_row, int64_t first, int64_t last, float *sums, const int rows) {
+    const int32_t *x = (const int32_t *)(inputs->x + x_row * quantized_stride(w)) + span_start(w, first) / 4 * rows;
+    const float *x_scale = inputs->scale + x_row * w->spans;
+    const int32_t *start = inputs->start + x_row * w->spans;
+    for (int64_t span = first; span < last; span++, scales += OUTPUTS) {
+        __m512i acc[TILE][2];
+        UNROLL for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_set1_epi32(start[r * w->spans + span]);
+        const int64_t steps = (span_end(w, span) - span_start(w, span) + WORD - 1) / WORD * 16;
+        for (int64_t step = 0; step < steps; step++, x += rows, panel += 2) {
+            const __m512i low = _mm512_load_si512(panel), high = _mm512_load_si512(panel + 1);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const __m512i four = _mm512_set1_epi32(x[r]);
+                acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], low, four);
+                acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], high, four);
+            }
+        }
+        const __m512 low = _mm512_load_ps(scales), high = _mm512_load_ps(scales + 16);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const __m512 scale = _mm512_set1_ps(x_scale[r * w->spans + span]);
+            float *to = sums + r * OUTPUTS;
+            const __m512 before = _mm512_load_ps(to), after = _mm512_load_ps(to + 16);
+            _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), _mm512_mul_ps(low, scale), before));
+            _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), _mm512_mul_ps(high, scale), after));
+        }
+    }
+}
+
+static void tiles(const quantized_matrix *w, const __m512i *panel, const float *scales, const quantized_inputs *inputs,
+                  int64_t first, int64_t last, float *sums) {
+    for (int64_t x_row = 0, rows; x_row < inputs->rows; x_row += rows, sums += rows * OUTPUTS) {
+        rows = tile_rows(inputs->rows - x_row);
+        switch (rows) {
+#define CASE(n) case n: tile_spans(w, panel, scales, inputs, x_row, first, last, sums, n); break
+        CASE(4); CASE(5); CASE(6); CASE(7); CASE(8); CASE(9); CASE(10); CASE(11); CASE(12);
+#undef CASE
+        }
+    }
+}
+
+static void many(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last) {
+    __m512i panel[STRIP / 4 * 2];
+    float sums[AT_ONCE * OUTPUTS] __attribute__((aligned(64))), scales[STRIP / WORD * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t strip = job->inputs->rows < 4 * TILE ? SHORT_STRIP : STRIP;
+    for (int64_t row = first; row < last; row += OUTPUTS) {
+        const uint8_t *p[OUTPUTS], *meta[OUTPUTS];
+        for (int64_t k = 0; k < OUTPUTS; k++) {
+            p[k] = code_row(w, row + k < last ? row + k : last - 1);
+            meta[k] = meta_row(w, row + k < last ? row + k : last - 1);
+        }
+        memset(sums, 0, (size_t)(job->inputs->rows * OUTPUTS) * sizeof *sums);
+        for (int64_t span = 0, next; span < w->spans; span = next) {
+            const int64_t start = span_start(w, span);
+            for (next = span + 1; next < w->spans && span_end(w, next) <= start + strip; next++) continue;
+            const int64_t begin = start / WORD, stop = (span_end(w, next - 1) + WORD - 1) / WORD;
+            expand_half(w, p, meta, begin, stop, panel);
+            expand_half(w, p + 16, meta + 16, begin, stop, panel + 1);
+            for (int64_t k = 0; k < OUTPUTS; k++) {
+                const int64_t from = (row + k < last ? row + k : last - 1) * w->groups;
+                for (int64_t i = span; i < next; i++)
+                    scales[(i - span) * OUTPUTS + k] = float_at(w->dtype, w->scale, from + span_group(w, i));
+            }
+            tiles(w, panel, scales, job->inputs, span, next, sums);
+        }
+        finish(w, job, row, last - row < OUTPUTS ? last - row : OUTPUTS, sums, OUTPUTS, 0);
+    }
+}
+
+static void multiply_codes(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last) {
+#define FEW_ROWS(bits, dense)                                                                                          \
+    switch (job->inputs->rows) {                                                                                       \
+    case 1: few(w, job, first, last, bits, dense, 1); break;                                                           \
+    case 2: few(w, job, first, last, bits, dense, 2); break;                                                           \
+    default: few(w, job, first, last, bits, dense, 3);                                                                 \
+    }
+    if (job->inputs->rows >= TILE_FROM) {
+        many(w, job, first, last);
+    } else if (w->bits == 8) {
+        if (w->meta) FEW_ROWS(8, 0) else FEW_ROWS(8, 1)
+    } else if (w->bits == 4) {
+        if (w->meta) FEW_ROWS(4, 0) else FEW_ROWS(4, 1)
+    } else {
+        if (w->meta) FEW_ROWS(3, 0) else FEW_ROWS(3, 1)
+    }
+#undef FEW_ROWS
+}
+
+const quantized_kernel moonshot_quantized_vnni = QUANTIZED_KERNEL;
+#else
+const quantized_kernel moonshot_quantized_vnni; /* empty */
+#endif
