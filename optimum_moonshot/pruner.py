@@ -350,7 +350,9 @@ class MoonshotPruner:
         self.model, compaction = compact_pruned(self.model, self._pruned())
         return compaction
 
-    def to_runtime(self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
+    def to_runtime(
+        self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1), inputs: str = "int8"
+    ) -> dict[str, str]:
         """Convert the pruned layers for inference, in place, as `load_pruned` does.
 
         Packed layers take less memory and, on a processor with a kernel, less time. They cannot be trained or pruned
@@ -361,16 +363,18 @@ class MoonshotPruner:
                 packs all that can be; "semi_structured" converts those that measure faster on a GPU to torch's 2:4
                 tensors; "dense" unpacks all.
             batch_shape: samples and tokens of a layer's input, for which "semi_structured" measures.
+            inputs: "int8" or "float", as for `load_pruned`.
 
         Returns:
             The runtime of every pruned layer with the reason, also kept as `model.moonshot_runtime`.
 
         Raises:
-            MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is no longer n:m.
+            MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is no longer n:m, or no longer on
+                its grid.
         """
         self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
-        return to_runtime(self.model, runtime, batch_shape)
+        return to_runtime(self.model, runtime, batch_shape, inputs)
 
     def save_pretrained(self, directory: str | os.PathLike[str], format: str | None = None, **options: Any) -> None:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
@@ -388,7 +392,7 @@ class MoonshotPruner:
 
         Raises:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
-                no longer n:m.
+                no longer n:m, or no longer on its grid.
         """
         report = self._pruned() if self.rotation is None or self.report is not None else self.rotation
         save_result(self.model, (self.tokenizer, self.processor), report, directory, format, options)

@@ -38,10 +38,16 @@ class Declaration:
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # d_out, d_in of every pruned layer
     format: str | None = None  # of the checkpoint
     compacted: bool = False  # the zeros were removed
+    bits: str | None = None  # of the surviving weights, if they are quantized
 
     def line(self) -> str:
         """One line of text."""
-        parts = [self.format, self.pattern, None if self.sparsity is None else f"sparsity {self.sparsity:.4f}"]
+        parts = [
+            self.format,
+            self.pattern,
+            self.bits,
+            None if self.sparsity is None else f"sparsity {self.sparsity:.4f}",
+        ]
         parts += ["compacted"] if self.compacted else []
         return f"{self.source}: {', '.join(part for part in parts if part is not None)}"
 
@@ -95,7 +101,9 @@ def read_declared_metadata(folder: Path) -> DeclaredMetadata:
 
 def _of_record(record: PruningRecord) -> Declaration:
     rules, compacted = record.pattern_rules, record.compaction is not None
-    return Declaration(CONFIG, _pattern_name(record.config), record.sparsity, rules, compacted=compacted)
+    numbers = [record.config.get("bits")] if record.bits is None else sorted(set(record.bits.values()))
+    bits = None if None in numbers else f"{', '.join(map(str, numbers))} bits"
+    return Declaration(CONFIG, _pattern_name(record.config), record.sparsity, rules, compacted=compacted, bits=bits)
 
 
 def _of_report(report: PruneReport) -> Declaration:

@@ -37,6 +37,7 @@ class Request:
 
     runtime: str | None = None  # of `RUNTIMES`; None: that of plain `from_pretrained`
     verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
+    inputs: str | None = None  # one of `INPUTS`; likewise
 
 
 _REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039

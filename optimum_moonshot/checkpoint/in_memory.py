@@ -19,7 +19,7 @@ from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
 from ..model.offload import visiting
-from ..packing import PackedLayer
+from ..packing import INPUTS, PackedLayer
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
@@ -32,12 +32,15 @@ from .quantization_config import MoonshotPrunedCheckpoint
 _WEIGHT = "weight"
 
 
-def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
+def to_runtime(
+    model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1), inputs: str = INPUTS[0]
+) -> dict[str, str]:
     """Change how the pruned layers of a `PreTrainedModel` are held in memory, in place, as `MoonshotPruner.to_runtime`.
 
-    If a layer is no longer n:m, `MoonshotError` names it, and all layers are dense.
+    If a layer is no longer n:m, or no longer on its grid, `MoonshotError` names it, and all layers are dense.
     """
     check_runtime(runtime)
+    check_choice("inputs", inputs, INPUTS)
     check_batch_shape(batch_shape)
     if not isinstance(model, PreTrainedModel):
         raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
@@ -45,7 +48,7 @@ def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, 
     with _dense_shapes(model):
         layers = pruned_layers(model)
     if runtime in ("packed", "auto"):
-        return _pack(model, runtime, layers)
+        return _pack(model, runtime, layers, inputs)
     _unpack_all(model)
     chosen = note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
     return chosen if runtime == "dense" else use_semi_structured(model, batch_shape, layers)
@@ -106,8 +109,8 @@ class PackedQuantizer(HfQuantizer):
 def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Replaces `num_parameters` of a model with packed layers: packed weights are buffers."""
     parameters: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
-    matrices = (matrix for module in _packed_layers(model).values() for matrix in module.packed.values())
-    return parameters + (0 if only_trainable else sum(prod(matrix.shape) for matrix in matrices))
+    packed = (matrix for module in _packed_layers(model).values() for matrix in module.packed.values())
+    return parameters + (0 if only_trainable else sum(prod(matrix.shape) for matrix in packed))
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -222,7 +225,7 @@ def _origin(name: str, module: PackedModule) -> nn.Module:
     return module.origin
 
 
-def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) -> dict[str, str]:
+def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], inputs: str) -> dict[str, str]:
     """Pack the layers that the runtime selects, one after another, and unpack the others."""
     chosen: dict[str, str] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -232,7 +235,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
             with naming(path):
-                chosen[path] = _hold(model, name, layer, runtime, name in shared)
+                chosen[path] = _hold(model, name, layer, runtime, name in shared, inputs)
     except BaseException:
         _unpack_all(model)
         note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
@@ -244,7 +247,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
     return note(model, chosen)
 
 
-def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool) -> str:
+def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
     """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
@@ -252,7 +255,8 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
         count, single = matrices_of(module, layer)
         parts = module.parts_of(key)
         sizes = total_bytes(parts) // count, module.dtype_of(key), next(iter(parts.values())).device
-        verdict = packing_verdict(runtime, single, *sizes)
+        verdict = packing_verdict(runtime, single, *sizes, inputs)
+        module.packed[key] = PackedMatrix(layer.codec.with_inputs(inputs), module.packed[key].shape)
         if not verdict.faster:
             _unpack(model, path, module, key)
         return runtime_entry(verdict)
@@ -265,31 +269,34 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
-    verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, weight.device)
+    verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, weight.device, inputs)
     if verdict.faster:
         packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
-        stacked = layer.codec.stack(packed, [len(matrix) for matrix in matrices])
-        hold_packed(model, name, layer, {suffix: part.to(weight.device) for suffix, part in stacked.items()})
+        stacked = layer.codec.stack(packed, [single.matrix] * len(packed))
+        parts = {suffix: part.to(weight.device) for suffix, part in stacked.items()}
+        hold_packed(model, name, layer, parts, inputs)
     return runtime_entry(verdict)
 
 
-def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts) -> None:
+def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
     """Replace a weight of a module by packed tensors, perhaps empty ones, and release its dense tensor.
 
     The module is a Linear, a Conv1D or one of experts, of which the weight is the stack of the matrices of all experts.
+    `inputs` is the dtype of the inputs of integer products, as for `load_pruned`.
     """
+    codec = layer.codec.with_inputs(inputs)
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     count, single = matrices_of(module, layer)
     if find_layer(module) is not None:
         bias = module._parameters.get("bias")
-        packed: PackedModule = PackedLinear(layer.codec, layer.matrix, parts, bias, module, layer.nm)
+        packed: PackedModule = PackedLinear(codec, layer.matrix, parts, bias, module, layer.nm)
         model.set_submodule(path, packed.train(module.training))
         return
     if not isinstance(module, PackedMixture):
         module = PackedMixture(module)
         model.set_submodule(path, module)
-    module.hold(key, PackedMatrix(layer.codec, (count * single.matrix[0], single.matrix[1])), parts)
+    module.hold(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
 
 
 def _unpack_all(model: nn.Module) -> None:

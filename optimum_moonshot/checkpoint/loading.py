@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, check_path, naming, reason, require
+from ..errors import MoonshotError, check_choice, check_path, naming, reason, require
+from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.runtime_selection import check_runtime
@@ -34,6 +35,7 @@ def load_pruned(
     runtime: str = "dense",
     *,
     batch_shape: tuple[int, int] = (1, 1),
+    inputs: str = INPUTS[0],
     **model_kwargs: Any,
 ) -> nn.Module:
     """Load a pruned model as the class that its configuration names, after checking its files.
@@ -45,6 +47,8 @@ def load_pruned(
             "packed" keeps all possible layers packed. "semi_structured" converts 2:4 layers to torch's 2:4 tensors on a
             GPU, each only if its forward pass measures faster than dense. A dense checkpoint is packed after loading.
         batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
+        inputs: of products with weights of integer codes that stay packed. "int8" rounds them to 8 bits per row and
+            group of weights, where this processor multiplies integers; "float" never rounds them.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
     Returns:
@@ -57,6 +61,7 @@ def load_pruned(
     check_path("name_or_path", name_or_path)
     check_runtime(runtime)
     check_batch_shape(batch_shape)
+    check_choice("inputs", inputs, INPUTS)
     for name in _REFUSED:
         message, hint = "load_pruned does not support it", "call the model's from_pretrained with it"
         require(name not in model_kwargs, message, field=name, hint=hint)
@@ -71,13 +76,13 @@ def load_pruned(
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    with requested(Request(runtime, frozenset(map(os.path.abspath, files)))):
+    with requested(Request(runtime, frozenset(map(os.path.abspath, files)), inputs)):
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     if not packed:
         _check_zeros(folder, files, model)
     if runtime == "semi_structured" or (not packed and runtime != "dense"):
-        to_runtime(model, runtime, batch_shape)
+        to_runtime(model, runtime, batch_shape, inputs)
     return model
 
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from ..errors import MoonshotError, Option, Text, naming, require
 from ..files import read_json
-from ..model.layers import Visit, by_visit, find_structure
+from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.offload import tie_again
-from ..objective.patterns import NM, Unstructured
-from ..packing import PackedLayer
+from ..objective.grid import Grid
+from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
+from ..packing import PackedLayer, Quantized
 from ..progress import progress_bar, without_transformers_bars
 from ..reports.record import PruningRecord
 from .weight_files import (
@@ -55,21 +56,28 @@ def pruned_layers(model: nn.Module) -> Layers:
     record = PruningRecord.require_of(model)
     selected = find_structure(model, record.targets, record.ignore).layers()
     layers = [layer for layer in selected if layer.name not in record.dense]
-    patterns = record.layer_patterns(layer.name for layer in layers)
+    selected_names = [layer.name for layer in layers]
+    patterns, grids = record.layer_patterns(selected_names), record.layer_grids(selected_names)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     entries: Layers = {}
     for layer in layers:
-        pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
-        # Experts stored [experts, in, out] have n:m along an axis that is not contiguous in the file.
-        stored = None if layer.separate and layer.axes == (2, 1) else pattern
-        if pattern is None or pattern.fits(layer.shape):
-            shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
-            transposed = layer.axes == (1, 0)
-            entry = PackedLayer(shape, transposed, str(stored or Unstructured.kind), dtype)
-            entries |= dict.fromkeys(names[id(layer.parameter)], entry)
+        pattern = patterns[layer.name]
+        if not isinstance(pattern, NM) or pattern.fits(layer.shape):
+            entries |= dict.fromkeys(names[id(layer.parameter)], _entry(layer, pattern, grids[layer.name]))
     return entries
+
+
+def _entry(layer: PrunableLayer, rule: Pattern | MixedNM, grid: Grid | None) -> PackedLayer:
+    pattern = rule if isinstance(rule, NM) else None
+    shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
+    if grid is not None:
+        kind, transposed = str(pattern or Unstructured.kind), layer.axes in ((1, 0), (2, 1))
+        return PackedLayer(shape, transposed, kind, dtype, Quantized.of(grid).name, stacked=layer.separate)
+    # Experts stored [experts, in, out] have n:m along an axis that is not contiguous in the file.
+    stored = None if layer.separate and layer.axes == (2, 1) else pattern
+    return PackedLayer(shape, layer.axes == (1, 0), str(stored or Unstructured.kind), dtype)
 
 
 class Packer:
@@ -109,7 +117,9 @@ def _of_expert(fused: PackedLayer | None, merged: Target, tensor: Tensor) -> Pac
     """The entry of a stored weight that is a part of a fused parameter; None if that is not pruned."""
     if fused is None or tensor.ndim < 2:
         return None
-    alone = replace(fused, shape=tuple(tensor.shape), transposed=False)
+    alone = replace(fused, shape=tuple(tensor.shape), transposed=False, stacked=False)
+    if not merged.keeps_rows:  # its groups are not those of the parameter
+        alone = replace(alone, format=PackedLayer.format)
     fits = alone.nm is None or (merged.keeps_rows and alone.nm.fits(alone.matrix))
     return alone if fits else replace(alone, pattern=Unstructured.kind)
 
@@ -118,7 +128,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     """Pack the pruned weights of a dense checkpoint that become smaller, and write config.json with the format.
 
     The model may be on the meta device. If source and target are one folder, the dense files are deleted.
-    `MoonshotError` names a layer that is not n:m.
+    `MoonshotError` names a layer that is not n:m, or no longer on its grid.
     """
     packer = Packer(model)
     _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)

@@ -4,7 +4,8 @@ from typing import Any, cast
 
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
-from ..errors import require
+from ..errors import check_choice, require
+from ..packing import INPUTS
 from ..runtime.runtime_selection import check_runtime
 from .weight_files import METHOD, check_config_entry, config_entry
 
@@ -26,18 +27,20 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     Args:
         runtime: "dense", "packed" or "auto", as for `load_pruned`.
         dequantize: True for runtime="dense", as transformers names it in other configurations.
+        inputs: "int8" or "float", as for `load_pruned`.
 
     Raises:
-        MoonshotError: another runtime, or `dequantize` with a runtime other than "dense".
+        MoonshotError: another runtime, other inputs, or `dequantize` with a runtime other than "dense".
     """
 
     quant_method = cast(QuantizationMethod, METHOD)
 
-    def __init__(self, runtime: str = "dense", dequantize: bool = False):
+    def __init__(self, runtime: str = "dense", dequantize: bool = False, inputs: str = INPUTS[0]):
         check_runtime(runtime, _RUNTIMES)
+        check_choice("inputs", inputs, INPUTS)
         contradiction = dequantize and runtime != "dense"
         require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)
-        self.runtime, self.dequantize = runtime, dequantize
+        self.runtime, self.dequantize, self.inputs = runtime, dequantize, inputs
 
     @classmethod
     def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
@@ -50,4 +53,4 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return the attributes that transformers copies to the configuration of config.json."""
-        return {"runtime": self.runtime, "dequantize": self.dequantize}
+        return {"runtime": self.runtime, "dequantize": self.dequantize, "inputs": self.inputs}

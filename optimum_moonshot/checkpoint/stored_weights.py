@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import MoonshotError, require
-from ..packing import weight_of
+from ..packing import PackedLayer, weight_of
 from .weight_files import Layers, described_layers, dtype_name
 
 # Names of auxiliary tensors of quantized weights. Longer suffixes first: a name is cut once.
@@ -40,6 +40,9 @@ class Zeros(NamedTuple):
 
     mask: Tensor  # bool, True at zeros, in the layout of the dense weight
     stored: str  # representation of the weight, for messages
+    weight: Tensor | None = None  # the dense weight; None if another tool has quantized it
+    bytes: int | None = None  # of its tensors in the files; likewise
+    format: str | None = None  # of a packed weight
 
 
 class StoredWeights:
@@ -102,7 +105,10 @@ class StoredWeights:
         if weight in self._packed:
             layer = self._packed[weight]
             parts = {name: self._get(name) for name in layer.names(weight) if name in self._files}
-            return Zeros(layer.unpack(weight, parts) == 0, f"packed {layer.dtype}")
+            dense = layer.unpack(weight, parts)
+            size = sum(part.nbytes for part in parts.values())
+            kind = layer.dtype if layer.format == PackedLayer.format else f"{layer.format}, {layer.dtype}"
+            return Zeros(dense == 0, f"packed {kind}", dense, size, layer.format)
         if module + _TORCHAO in self._files:
             return self._whole(module + _TORCHAO, f"{module}_weight_zero_point", "torchao ")
         if state is not None:
@@ -121,6 +127,8 @@ class StoredWeights:
         """Floating-point numbers, or integers for which the zero point means 0."""
         tensor = self._get(name)
         kind = f"{by}{dtype_name(tensor.dtype)}"
+        if tensor.dtype.is_floating_point and tensor.itemsize > 1:
+            return Zeros(tensor == 0, kind, tensor, tensor.nbytes)
         if tensor.dtype.is_floating_point or zero_point not in self._files:
             return Zeros(tensor.to(torch.float32) == 0 if tensor.itemsize == 1 else tensor == 0, kind)
         points = self._get(zero_point)

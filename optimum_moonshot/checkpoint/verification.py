@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from ..errors import MoonshotError, check_path, reason, require
 from ..masks import follows
+from ..objective.grid import Grid
 from ..objective.patterns import NM, parse_pattern
+from ..packing import Quantized
 from ..reports.tables import text_table
 from .declared_metadata import (
     CARD,
+    CONFIG,
     Declaration,
     DeclaredMetadata,
     WeightLocations,
@@ -23,7 +25,7 @@ from .declared_metadata import (
 )
 from .file_integrity import check_files, check_no_other_weights
 from .hub import HUB_OPTIONS, local_folder
-from .stored_weights import StoredWeights
+from .stored_weights import StoredWeights, Zeros
 from .weight_files import METHOD, is_packed_checkpoint, read_config, weight_files
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note
@@ -43,6 +45,9 @@ class LayerFinding:
     zeros: int | None = None
     sparsity: float | None = None
     follows: bool | None = None  # whether it has that pattern
+    bits: int | None = None  # the declared bits of a surviving weight
+    on_grid: bool | None = None  # whether its weights are on the declared grid
+    bits_per_weight: float | None = None  # stored, of all its weights; None if another tool has quantized it
     problem: str = ""
 
     def row(self) -> list[str]:
@@ -50,7 +55,8 @@ class LayerFinding:
         shape = "" if self.shape is None else f"{self.shape[0]}×{self.shape[1]}"
         sparsities = ["" if value is None else f"{value:.4f}" for value in (self.declared, self.sparsity)]
         fits = {True: self.pattern or "", False: f"not {self.pattern}", None: ""}[self.follows]
-        return [self.name, shape, self.stored or "", *sparsities, fits]
+        bits = "" if self.bits_per_weight is None else f"{self.bits_per_weight:.3f}"
+        return [self.name, shape, self.stored or "", *sparsities, fits, bits]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Verification:
     sparsity: float | None  # zeros among the weights of the pruned layers that can be read
     model_sparsity: float | None  # zeros among all weights in the files; None where some cannot be read
     parameters: int | None  # all weights in the files; likewise
+    bits_per_weight: float | None  # stored bits of the pruned layers per weight; None if another tool quantized them
+    model_bits_per_weight: float | None  # of all weights in the files; likewise
     declared: tuple[str, ...]  # the metadata of each file
     mismatches: tuple[str, ...]  # differences from it, and damage
     notes: tuple[str, ...]  # other differences from the files as they were written
@@ -77,13 +85,18 @@ class Verification:
 
     def table(self, width: int = 120) -> str:
         """A text table, `width` characters wide, of the layers, then the declared metadata and the mismatches."""
-        headers = ["layer", "shape", "stored as", "declared", "sparsity", "n:m"]
+        headers = ["layer", "shape", "stored as", "declared", "sparsity", "n:m", "bits"]
         table = text_table(headers, [layer.row() for layer in self.layers], width, left=("stored as",))
         sums = {True: "; every checksum is right", False: "; damaged", None: ""}[self.checksums]
         lines = [f"format      {self.format}{sums}"]
         if self.sparsity is not None:
             whole = "" if self.model_sparsity is None else f", {self.model_sparsity:.4f} of the whole model"
             lines.append(f"sparsity    {self.sparsity:.4f} over {len(self.layers)} layers{whole}")
+        if self.bits_per_weight is not None:
+            whole = (
+                "" if self.model_bits_per_weight is None else f", {self.model_bits_per_weight:.3f} of the whole model"
+            )
+            lines.append(f"bits        {self.bits_per_weight:.3f} per weight of these layers{whole}")
         lines += [f"declared    {line}" for line in self.declared]
         lines += [f"note        {note}" for note in self.notes]
         lines += [f"mismatch    {line}" for line in self.mismatches]
@@ -96,9 +109,10 @@ class Verification:
 def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Verification:
     """Compare the weights of a checkpoint with its declared metadata, whichever tool wrote it last.
 
-    This checks the files (of a packed checkpoint, every checksum), the zeros and the n:m of every pruned layer against
-    config.json, the report and the model card, and that transformers would load no other files. No model is loaded.
-    More zeros than declared are a note; fewer zeros, or a weight whose zeros cannot be determined, are a mismatch.
+    This checks the files (of a packed checkpoint, every checksum), the zeros, the n:m and the grid of every pruned
+    layer against config.json, the report and the model card, and that transformers would load no other files. No model
+    is loaded. More zeros than declared are a note; fewer zeros, or a weight whose zeros cannot be determined, are a
+    mismatch.
 
     Args:
         name_or_path: a local folder or a Hub repository, dense, packed, or quantized afterwards by another tool.
@@ -137,6 +151,8 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
         sparsity=comparison.sparsity,
         model_sparsity=comparison.zeros / parameters if parameters else None,
         parameters=parameters,
+        bits_per_weight=comparison.bits_per_weight,
+        model_bits_per_weight=8 * comparison.bytes / parameters if parameters and comparison.bytes else None,
         declared=tuple(each.line() for each in declared.declarations.values()),
         mismatches=tuple(dict.fromkeys(mismatches)),
         notes=(*notes, *comparison.notes()),
@@ -168,6 +184,7 @@ class _Comparison:
     layers: tuple[LayerFinding, ...]
     parameters: int | None  # all weights in the files; None where some cannot be read
     zeros: int  # among them
+    bytes: int | None  # of them; None where another tool has quantized some
     declared: DeclaredMetadata
     patterns: Mapping[str, Mapping[str, NM]]  # source → layer → n:m
     matches: Mapping[tuple[str, NM], bool]  # whether a layer has a pattern
@@ -177,11 +194,24 @@ class _Comparison:
         total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers if layer.shape is not None)
         return sum(layer.zeros or 0 for layer in self.layers) / total if total else None
 
+    @property
+    def bits_per_weight(self) -> float | None:
+        sizes = [(layer.shape, layer.bits_per_weight) for layer in self.layers]
+        known = [(shape[0] * shape[1], bits) for shape, bits in sizes if shape is not None and bits is not None]
+        complete = known and len(known) == len(sizes)
+        return sum(count * bits for count, bits in known) / sum(count for count, _ in known) if complete else None
+
     def mismatches(self) -> list[str]:
         """Differences from the declared metadata."""
         lines = []
         for each in self.declared.declarations.values():
             lines += self._wrong_patterns(each) + ([] if self.declared.compacted else self._wrong_sparsities(each))
+        for bits in sorted({each.bits for each in self.layers if each.bits}):
+            quantized = [each for each in self.layers if each.bits == bits]
+            off = [each.name for each in quantized if each.on_grid is False]
+            if off:
+                line = f"{CONFIG} says {bits} bits: {len(off)} of {len(quantized)} layers are not on their grid"
+                lines.append(f"{line}, such as {off[0]}")
         problems = [f"{each.name}: {each.problem}" for each in self.layers if each.problem]
         return [*lines, *_first(problems, "layers differ")]
 
@@ -232,47 +262,86 @@ def _compare(
     """Read all weights once, one in memory at a time; `other` is the method of another tool."""
     by = f", quantized by {other}," if other else ""
     patterns = {each.source: _patterns(each, declared, locations.layers) for each in declared.declarations.values()}
+    grids = {} if declared.record is None else declared.record.layer_grids(locations.layers)
     measured: dict[str, dict[str, Any]] = {}
     matches: dict[tuple[str, NM], bool] = {}
-    parameters, zeros, readable = 0, 0, True
+    parameters, zeros, sizes, readable = 0, 0, list[int | None](), True
     for weight in stored.names():
         name = locations.weights.get(weight)
         try:
-            mask, kind = stored.zeros(weight)
+            content = stored.zeros(weight)
         except _UNREADABLE as error:
             readable = False
             if name is not None:
                 measured[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
             continue
-        count = int(mask.sum())
-        parameters, zeros = parameters + mask.numel(), zeros + count
+        count = int(content.mask.sum())
+        parameters, zeros = parameters + content.mask.numel(), zeros + count
+        sizes.append(content.bytes)
         if name is not None:
-            matrix = ~locations.as_matrix(name, mask)
+            matrix = ~locations.as_matrix(name, content.mask)
             for pattern in {rules[name] for rules in patterns.values() if name in rules}:
                 matches[name, pattern] = matches.get((name, pattern), True) and follows(matrix, pattern)
-            measured[name] = _with_part(measured.get(name), matrix.shape, kind, count)
+            part = dict(shape=matrix.shape, stored=content.stored, zeros=count, bytes=content.bytes)
+            grid = grids.get(name)
+            part["on_grid"] = None if grid is None else _is_on_grid(content, locations, name, grid)
+            measured[name] = _with_part(measured.get(name), part)
+    layers = _findings(locations, declared, patterns, matches, measured, grids)
+    known = [size for size in sizes if size is not None]
+    size = sum(known) if readable and len(known) == len(sizes) else None
+    return _Comparison(layers, parameters if readable else None, zeros, size, declared, patterns, matches)
+
+
+def _is_on_grid(content: Zeros, locations: WeightLocations, layer: str, grid: Grid) -> bool | None:
+    """Whether a weight is on the declared grid; None if another tool has quantized it."""
+    weight = content.weight
+    if content.format == Quantized.of(grid).name or weight is None:
+        return None if weight is None else True
+    try:
+        Quantized.of(grid).pack(locations.as_matrix(layer, weight), None)
+    except MoonshotError:
+        return False
+    return True
+
+
+def _findings(
+    locations: WeightLocations,
+    declared: DeclaredMetadata,
+    patterns: Mapping[str, Mapping[str, NM]],
+    matches: Mapping[tuple[str, NM], bool],
+    measured: Mapping[str, dict[str, Any]],
+    grids: Mapping[str, Grid | None],
+) -> tuple[LayerFinding, ...]:
     report, layers = None if declared.compacted else declared.report, []
     for name in locations.layers:
-        values = measured.get(name, {"problem": "no file holds its weight"})
+        values = dict(measured.get(name, {"problem": "no file holds its weight"}))
         expected = None if report is None else report.shapes.get(name)
         if expected is not None and values.get("shape") not in (None, expected):
             values["problem"] = f"its shape is {list(values['shape'])}, the report says {list(expected)}"
+        if "bytes" in values:
+            size, count = values.pop("bytes"), values["shape"][0] * values["shape"][1]
+            values |= dict(sparsity=values["zeros"] / count, bits_per_weight=None if size is None else 8 * size / count)
+        grid = grids.get(name)
+        values["bits"] = None if grid is None else grid.bits
         first = next((rules[name] for rules in patterns.values() if name in rules), None)  # file that declares one
         sparsity = None if report is None else report.layers.get(name)
         match: dict[str, Any] = {} if first is None else {"follows": matches.get((name, first))}
         layers.append(LayerFinding(name, sparsity, None if first is None else str(first), **match, **values))
-    return _Comparison(tuple(layers), parameters if readable else None, zeros, declared, patterns, matches)
+    return tuple(layers)
 
 
-def _with_part(before: dict[str, Any] | None, shape: torch.Size, kind: str, zeros: int) -> dict[str, Any]:
+def _with_part(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
     """The measurements of a layer, with those of one more weight: the rows of the next expert."""
-    if before is not None and before.get("problem"):
+    (rows, columns), sums = part["shape"], ("zeros", "bytes")
+    if before is None:
+        return {**part, "shape": (rows, columns)}
+    if before.get("problem"):
         return before
-    if before is not None and before["shape"][1] != shape[1]:
-        return {"problem": f"its experts have {before['shape'][1]} and {shape[1]} inputs"}
-    rows, zeros = (0, zeros) if before is None else (before["shape"][0], before["zeros"] + zeros)
-    whole = rows + shape[0], shape[1]
-    return dict(shape=whole, stored=kind, zeros=zeros, sparsity=zeros / (whole[0] * whole[1]))
+    if before["shape"][1] != columns:
+        return {"problem": f"its experts have {before['shape'][1]} and {columns} inputs"}
+    added = {name: None if None in (before[name], part[name]) else before[name] + part[name] for name in sums}
+    on_grid = part["on_grid"] if before["on_grid"] is not False else False
+    return {**part, **added, "shape": (before["shape"][0] + rows, columns), "on_grid": on_grid}
 
 
 def _patterns(declaration: Declaration, declared: DeclaredMetadata, layers: tuple[str, ...]) -> dict[str, NM]:

@@ -200,7 +200,7 @@ class _Packed(NamedTuple):
     """A packed matrix."""
 
     parts: Parts
-    height: int  # d_out
+    shape: tuple[int, int]  # d_out, d_in
 
 
 class _Fuse(ConversionOps):
@@ -223,7 +223,7 @@ class _Fuse(ConversionOps):
         mixture = model.get_submodule(path)
         codec = mixture.packed[key].codec
         matrices = list(self._packed(parameter, order, tensors, mixture.is_transposed, kwargs))
-        parts = codec.stack([matrix.parts for matrix in matrices], [matrix.height for matrix in matrices])
+        parts = codec.stack([matrix.parts for matrix in matrices], [matrix.shape for matrix in matrices])
         dtype = self.dtypes[target]
         return {
             f"{path}.{name}": parts[suffix].to(dtype) if parts[suffix].is_floating_point() else parts[suffix]
@@ -264,7 +264,7 @@ class _Fuse(ConversionOps):
             for name in rows:
                 with naming(name):
                     if name in layers:
-                        yield _Packed(layers[name].checked(name, tensors), layers[name].matrix[0])
+                        yield _Packed(layers[name].checked(name, tensors), layers[name].matrix)
                     else:
                         yield _packed(codec, tensors[name])
         elif len(order) == 1:
@@ -299,15 +299,18 @@ def _repacked(name: str, layer: PackedLayer, tensors: Tensors, transposed: bool)
     """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`."""
     codec, matrix = layer.codec, layer.matrix
     parts = layer.checked(name, tensors)
+    if layer.stacked:
+        yield _Packed(parts, matrix)
+        return
     plan = codec.plan(parts, matrix)
     for expert in range(matrix[0]):
-        row = codec.rows(parts, matrix, expert, expert + 1, plan)
-        dense = codec.unpack(row, (1, matrix[1])).view(layer.shape[1:])
+        row, planned = codec.rows(parts, matrix, expert, expert + 1, plan)
+        dense = codec.unpack(row, (1, matrix[1]), planned).view(layer.shape[1:])
         yield _packed(codec, dense.T if transposed else dense, layer.nm)
 
 
 def _packed(codec: Codec, matrix: Tensor, pattern: NM | None = None) -> _Packed:
-    return _Packed(codec.pack(matrix.cpu(), pattern), len(matrix))
+    return _Packed(codec.pack(matrix.cpu(), pattern), (matrix.shape[0], matrix.shape[1]))
 
 
 def unpacked(

@@ -25,7 +25,7 @@ from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
-from ..packing import PackedLayer
+from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry, total_bytes
 
@@ -49,11 +49,12 @@ class MoonshotQuantizer(HfQuantizer):
         super().__init__(cast(QuantizationConfigMixin, quantization_config), **kwargs)
         self.request = current_request()
         self.pruning: MoonshotConfig | None = None
-        self.runtime = "dense"
+        self.runtime, self.inputs = "dense", INPUTS[0]
         if isinstance(quantization_config, MoonshotConfig):
             self.pruning = quantization_config
         else:
             self.runtime = self.request.runtime or quantization_config.runtime
+            self.inputs = self.request.inputs or quantization_config.inputs
             contradiction = quantization_config.dequantize and self.runtime != "dense"
             require(not contradiction, f"it contradicts runtime={self.runtime!r}", field="dequantize", value=True)
         self.processors: tuple[Any, Any] = (None, None)
@@ -115,7 +116,7 @@ class MoonshotQuantizer(HfQuantizer):
             stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
             self.packed = {name: packed.layer for name, packed in layers.items() if name not in stacks}
             if packing:
-                self.chosen = _keep_packed(model, {**layers, **stacks}, self.runtime, device_map)
+                self.chosen = _keep_packed(model, {**layers, **stacks}, self.runtime, device_map, self.inputs)
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
             self.stacked = {name: stacks[name].target(name) for name in self.kept if name in stacks}
             self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
@@ -150,7 +151,7 @@ class MoonshotQuantizer(HfQuantizer):
         elif self.chosen:
             note(model, self.chosen)
         elif not self.pre_quantized and self.runtime != "dense":
-            to_runtime(model, self.runtime)
+            to_runtime(model, self.runtime, inputs=self.inputs)
 
     def _verify(self, files: Sequence[str]) -> None:
         """Verify that the files that transformers loads are those of the index, unless `load_pruned` has done so."""
@@ -248,7 +249,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
             adapter = find_layer(module)
             with naming(name):
                 require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
-                matching = layer.transposed == (adapter is not None and adapter.axes == (1, 0))
+                matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
                 message = f"its module is a {type(module).__name__}"
                 require(matching, message, field="transposed", value=layer.transposed)
             weights[name] = _StoredWeight(layer, stored, path)
@@ -256,7 +257,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
 
 
 def _keep_packed(
-    model: nn.Module, weights: Mapping[str, "_StoredWeight | StoredStack"], runtime: str, device_map: Any
+    model: nn.Module, weights: Mapping[str, "_StoredWeight | StoredStack"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
     from ..checkpoint.in_memory import hold_packed, matrices_of, obstacle
@@ -273,11 +274,11 @@ def _keep_packed(
             continue
         weight = model.get_parameter(name)
         packed_bytes, (count, single) = stored.packed_bytes(weight), matrices_of(module, layer)
-        verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, device)
+        verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, device, inputs)
         chosen[name.removesuffix(_WEIGHT)] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + packed_bytes, sizes[1] + weight.nbytes]
-            hold_packed(model, name, layer, stored.empty_parts(weight))
+            hold_packed(model, name, layer, stored.empty_parts(weight), inputs)
     log_choices(runtime, chosen, *sizes)
     return chosen
 

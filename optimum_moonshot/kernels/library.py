@@ -21,7 +21,7 @@ from ..errors import require
 _log = logging.getLogger(__name__)
 _PATH = Path(__file__).with_name("libmoonshot.so")
 _SWITCH = "MOONSHOT_KERNELS"
-_VERSION = 2  # of moonshot_version in library.c
+_VERSION = 3  # of moonshot_version in library.c
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 

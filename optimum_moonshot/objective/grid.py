@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import MoonshotError, require
-from .row_slices import CPU_BYTES, slices_within
+from .row_slices import CPU_BYTES, row_slices, slices_within
 
 BITS = (8, 4, 3)
 BLOCK = 64  # inputs per block of a packed row; groups consist of whole blocks
@@ -138,7 +138,13 @@ class Grid:
         Raises:
             MoonshotError: a group is not on the grid.
         """
-        blocks = self.blocks(weight)
+        scale = weight.new_empty(len(weight), self.groups(weight.shape[1]))
+        for rows in row_slices(slice(0, len(weight)), 32 * weight.shape[1], weight.device):
+            scale[rows] = self._scales_of(self.blocks(weight[rows]), rows.start)
+        return scale
+
+    def _scales_of(self, blocks: Tensor, first: int) -> Tensor:
+        """`scales_of` for the rows from `first` on."""
         groups = blocks.flatten(0, 1)
         largest = groups.abs().amax(-1)
         scale = torch.zeros_like(largest)
@@ -148,16 +154,16 @@ class Grid:
                 if not len(open_groups):
                     return scale.view(blocks.shape[:2])
                 candidate = _neighbour((largest[open_groups].float() / top).to(self.dtype), ulps)
-                here = groups[open_groups]
+                here = groups if len(open_groups) == len(groups) else groups[open_groups]
                 step = candidate[:, None].expand_as(here)
                 fits = (self.values(self.codes(here, step), step) == here).all(1)
                 scale[open_groups[fits]] = candidate[fits]
                 open_groups = open_groups[~fits]
         if len(open_groups):
-            row = int(open_groups[0]) // blocks.shape[1]
+            row = first + int(open_groups[0]) // blocks.shape[1]
             raise MoonshotError(
                 f"row {row} is not on a grid of {self.bits} bits with groups of {self.group}",
-                hint="its weights have changed since they were quantized; save it without bits",
+                hint="its weights, or their dtype, have changed since they were quantized; save them dense",
             )
         return scale.view(blocks.shape[:2])
 

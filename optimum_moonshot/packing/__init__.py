@@ -1,9 +1,16 @@
 """Packed formats of sparse matrices, one file each; importing this package registers them all."""
 
+from ..objective.grid import BITS
 from .bitmask_codec import Bitmask
-from .codec import Codec, Verdict, find_codec, register_codec, suffixes, weight_of
+from .codec import INPUTS, Codec, Verdict, find_codec, register_codec, suffixes, weight_of
 from .layer import PackedLayer
+from .quantized_codec import Quantized
 
 register_codec(Bitmask())
+for _bits in BITS:
+    register_codec(Quantized(_bits))
 
-__all__ = ["Bitmask", "Codec", "PackedLayer", "Verdict", "find_codec", "register_codec", "suffixes", "weight_of"]
+__all__ = [
+    "INPUTS", "Bitmask", "Codec", "PackedLayer", "Quantized", "Verdict", "find_codec", "register_codec", "suffixes",
+    "weight_of",
+]  # fmt: skip

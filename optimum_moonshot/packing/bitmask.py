@@ -38,14 +38,31 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
         MoonshotError: m consecutive inputs have more than n nonzeros.
     """
     matrix = matrix.contiguous()
-    integers, keep = matrix.view(INTEGERS[matrix.dtype.itemsize]), matrix != 0
-    meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
-    if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
-        _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
-        meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
-        integers = torch.where(matrix != 0, integers, 0)  # a position added by `_fill` may hold −0.0
+    keep, meta = stored_positions(matrix, pattern)
+    integers = matrix.view(INTEGERS[matrix.dtype.itemsize])
+    if pattern is not None:
+        integers = torch.where(matrix != 0, integers, 0)  # a zero that is stored may be −0.0
     values = torch.from_numpy(integers.numpy()[keep.numpy()]).view(matrix.dtype)
     return values if pattern is None else values.view(len(matrix), -1), meta
+
+
+def stored_positions(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
+    """Where a matrix in host memory has a stored value: bool [d_out, d_in], and the same as `meta`.
+
+    Raises:
+        MoonshotError: m consecutive inputs have more than n nonzeros.
+    """
+    keep = matrix != 0
+    meta = pack_bits(keep)
+    if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
+        _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
+        meta = pack_bits(keep)
+    return keep, meta
+
+
+def pack_bits(keep: Tensor) -> Tensor:
+    """The inverse of `unpack_bits`, in host memory."""
+    return torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
 
 
 def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
@@ -85,7 +102,7 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
     )
     wide = values.is_floating_point() and values.dtype.itemsize > 1
     require(wide, f"weight_packed has dtype {values.dtype}; floating point of at least 16 bits is required")
-    counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
+    counts = popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
     stored = list(values.shape) if values.ndim == 2 else int(values.numel())
     fits = bool((counts == values.shape[1]).all()) if values.ndim == 2 else int(counts.sum()) == stored
     require(
@@ -140,7 +157,7 @@ def select_rows(
 
 def row_offsets(meta: Tensor) -> Tensor:
     """Index of the first value of each row, and the number of all values: int64 [d_out + 1]."""
-    counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
+    counts = popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
@@ -179,7 +196,8 @@ def _bits() -> Tensor:
 
 
 @lru_cache
-def _popcounts(device: torch.device) -> Tensor:
+def popcounts(device: torch.device) -> Tensor:
+    """The number of bits of every byte, uint8 [256]."""
     return _bits().sum(1).to(device=device, dtype=torch.uint8)
 
 

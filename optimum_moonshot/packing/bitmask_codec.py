@@ -25,7 +25,7 @@ class ProductPlan(NamedTuple):
 class Bitmask(Codec):
     """The codec of the formulas in `bitmask` and the operators in `bitmask_product`."""
 
-    name: ClassVar[str] = "bitmask"
+    name = "bitmask"
     suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_meta")
 
     def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
@@ -59,16 +59,17 @@ class Bitmask(Codec):
         first: int,
         stop: int,
         plan: ProductPlan | None = None,
-    ) -> Parts:
+    ) -> tuple[Parts, ProductPlan]:
         values, meta = self._parts(parts)
         offsets = find_offsets(values, meta, shape[1]) if plan is None or plan.offsets is None else plan.offsets
-        return dict(zip(self.suffixes, select_rows(values, meta, offsets, first, stop)[:2], strict=True))
+        *rows, offsets = select_rows(values, meta, offsets, first, stop)
+        return dict(zip(self.suffixes, rows, strict=True)), ProductPlan(-1 if plan is None else plan.window, offsets)
 
-    def stack(self, matrices: Sequence[Mapping[str, Tensor]], heights: Sequence[int]) -> Parts:
+    def stack(self, matrices: Sequence[Mapping[str, Tensor]], shapes: Sequence[tuple[int, int]]) -> Parts:
         values, meta = self.suffixes
         if len({parts[values].shape[1:] for parts in matrices}) > 1:  # rows of unequal lengths
             matrices = [{values: parts[values].flatten(), meta: parts[meta]} for parts in matrices]
-        return super().stack(matrices, heights)
+        return super().stack(matrices, shapes)
 
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> ProductPlan:
         values, meta = self._parts(parts)

@@ -24,8 +24,8 @@ from .codec import Verdict
 # reaches the memory bandwidth. A few rows more gain less, and many rows lose nothing significant.
 _WIDE = {2: 0.87, 4: 0.64}
 _MOST = {"avx2": {2: 0.87, 4: 0.55}, "avx512": _WIDE, "vbmi2": _WIDE, "amx": _WIDE}
-_SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
-_LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
+SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
+LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
 _MEASURED = 1 << 24  # most weights of a matrix in a measurement
 _CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more than any cache
 _ROUNDS = 30
@@ -38,8 +38,8 @@ def decoding(
     lacks = _lacks(dtype, device)
     if lacks is not None:
         return Verdict(False, lacks)
-    if shape[0] * shape[1] < _LEAST:
-        return Verdict(False, f"smaller than {_LEAST} weights")
+    if shape[0] * shape[1] < LEAST:
+        return Verdict(False, f"smaller than {LEAST} weights")
     library = find_library() if device.type == "cpu" else None
     name = "Triton" if library is None else library.instruction_set
     if name in _MOST:
@@ -56,7 +56,7 @@ def _lacks(dtype: torch.dtype, device: torch.device) -> str | None:
         library = find_library()
         if library is None:
             return "no compiled kernel here"
-        if library.instruction_set in _SLOWER:
+        if library.instruction_set in SLOWER:
             return f"the {library.instruction_set} kernel is slower"
         return None if library.computes(dtype) else f"no kernel for {dtype}"
     if device.type != "cuda":

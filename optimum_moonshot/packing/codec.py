@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, device, dtype
 from torch.nn import functional
 
-from ..errors import require
+from ..errors import MoonshotError, require
 from ..objective.patterns import NM
 
 Parts = dict[str, Tensor]  # the tensors of a packed matrix, by suffix
+# Of products with integer codes: rounded to 8 bits per row and group, where that is faster, or never rounded.
+INPUTS = ("int8", "float")
 
 
 class Verdict(NamedTuple):
@@ -31,7 +33,7 @@ class Verdict(NamedTuple):
 class Codec(ABC):
     """A packed format. Stateless: all methods take the tensors, by suffix, as an argument."""
 
-    name: ClassVar[str]  # in the metadata of files
+    name: str  # in the metadata of files
     suffixes: ClassVar[tuple[str, ...]]  # appended to the weight's name for each tensor
 
     @abstractmethod
@@ -88,8 +90,8 @@ class Codec(ABC):
     @abstractmethod
     def rows(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], first: int, stop: int, plan: Any = None
-    ) -> Parts:
-        """The tensors of consecutive rows of a matrix, views of its tensors where possible.
+    ) -> tuple[Parts, Any]:
+        """The tensors of consecutive rows of a matrix, views of its tensors where possible, and their plan.
 
         Args:
             parts: all tensors, by suffix.
@@ -99,12 +101,12 @@ class Codec(ABC):
             plan: result of `plan` for these tensors; None computes it.
         """
 
-    def stack(self, matrices: Sequence[Mapping[str, Tensor]], heights: Sequence[int]) -> Parts:
+    def stack(self, matrices: Sequence[Mapping[str, Tensor]], shapes: Sequence[tuple[int, int]]) -> Parts:
         """The tensors of one matrix with the rows of several, by default theirs one after another.
 
         Args:
-            matrices: all tensors of each matrix, by suffix; d_in and dtype are equal.
-            heights: d_out of each matrix.
+            matrices: all tensors of each matrix, by suffix, of one dtype.
+            shapes: d_out, d_in of each matrix; all d_in are equal.
         """
         return {suffix: torch.cat([parts[suffix] for parts in matrices]) for suffix in self.suffixes}
 
@@ -164,8 +166,8 @@ class Codec(ABC):
         d_out, first, outputs = shape[0] // len(counts), 0, []
         for group, count in enumerate(counts.tolist()):
             if count:
-                rows = self.rows(parts, shape, group * d_out, (group + 1) * d_out, plan)
-                outputs.append(self.linear(inputs[first : first + count], rows, (d_out, shape[1])))
+                rows, planned = self.rows(parts, shape, group * d_out, (group + 1) * d_out, plan)
+                outputs.append(self.linear(inputs[first : first + count], rows, (d_out, shape[1]), None, planned))
                 first += count
         outputs.append(inputs.new_zeros(len(inputs) - first, d_out))
         return torch.cat(outputs)
@@ -183,6 +185,14 @@ class Codec(ABC):
             device: of the values and the inputs.
         """
         return Verdict(False, f"{self.name} weights are unpacked at every call")
+
+    def with_inputs(self, inputs: str) -> "Codec":
+        """This format, for products with inputs in one of `INPUTS`; the same if it never rounds inputs."""
+        return self
+
+    def named(self, name: str) -> "Codec | None":
+        """The format of this name, if it is this one or another one of its family."""
+        return self if name == self.name else None
 
     def names(self, weight: str) -> dict[str, str]:
         """Names of the tensors of a weight, by suffix."""
@@ -203,15 +213,17 @@ def register_codec(codec: Codec) -> None:
 
 
 def find_codec(name: str) -> Codec:
-    """The format registered under a name.
+    """The format of a name, which is registered or of the family of a registered one.
 
     Raises:
         MoonshotError: this release has none of this name.
     """
-    registered = isinstance(name, str) and name in _CODECS
+    for codec in _CODECS.values() if isinstance(name, str) else ():
+        named = codec.named(name)
+        if named is not None:
+            return named
     message = f"codec={name!r}: this release reads {', '.join(sorted(_CODECS))}"
-    require(registered, message, hint="update the package")
-    return _CODECS[name]
+    raise MoonshotError(message, hint="update the package")
 
 
 def suffixes() -> tuple[str, ...]:

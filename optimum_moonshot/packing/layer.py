@@ -32,6 +32,7 @@ class PackedLayer:
     pattern: str  # "n:m" or "unstructured"
     dtype: str  # of the dense weight, such as "bfloat16"
     format: str = _DEFAULT  # the codec's name
+    stacked: bool = False  # matrices of experts, [experts, d_out, d_in], or [experts, d_in, d_out] if transposed
 
     @classmethod
     def read(cls, entry: Any) -> "PackedLayer":
@@ -41,15 +42,18 @@ class PackedLayer:
             MoonshotError: a missing, unknown or invalid field, or a format of a later release.
         """
         require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, no object")
-        fields = ("shape", "transposed", "pattern", "dtype", "codec")
+        fields = ("shape", "transposed", "pattern", "dtype", "codec", "stacked")
         missing, unknown = [name for name in fields[:4] if name not in entry], sorted(entry.keys() - set(fields))
         require(not missing, f"its entry in the metadata lacks {', '.join(missing)}")
         require(not unknown, f"its entry in the metadata has unknown fields: {short(unknown)}")
         codec = find_codec(entry.get("codec", _DEFAULT))
-        layer = cls(_read_shape(entry["shape"]), entry["transposed"], entry["pattern"], entry["dtype"], codec.name)
-        shape, transposed, pattern, dtype = layer.shape, layer.transposed, layer.pattern, layer.dtype
-        require(isinstance(transposed, bool), f"transposed={short(transposed)}: it must be true or false")
-        matrix = not transposed or len(shape) == 2
+        shape, stacked = _read_shape(entry["shape"]), entry.get("stacked", False)
+        layer = cls(shape, entry["transposed"], entry["pattern"], entry["dtype"], codec.name, stacked)
+        transposed, pattern, dtype = layer.transposed, layer.pattern, layer.dtype
+        for name, flag in (("transposed", transposed), ("stacked", stacked)):
+            require(isinstance(flag, bool), f"{name}={short(flag)}: it must be true or false")
+        require(not stacked or len(shape) == 3, f"shape={list(shape)}: only matrices of one size can be stacked")
+        matrix = not transposed or stacked or len(shape) == 2
         require(matrix, f"shape={list(shape)}: only a matrix can be transposed")
         text = pattern if isinstance(pattern, str) else ""
         valid = text == Unstructured.kind or _PATTERN.fullmatch(text) is not None
@@ -64,18 +68,22 @@ class PackedLayer:
     def describe(self) -> dict[str, Any]:
         """The entry of the metadata; `read` is the inverse."""
         entry = {"shape": list(self.shape), "transposed": self.transposed, "pattern": self.pattern, "dtype": self.dtype}
-        return entry if self.format == _DEFAULT else {**entry, "codec": self.format}
+        entry |= {} if self.format == _DEFAULT else {"codec": self.format}
+        return {**entry, "stacked": True} if self.stacked else entry
 
     @property
     def matrix(self) -> tuple[int, int]:
         """d_out, d_in."""
+        if self.stacked:
+            count, rows, columns = self.shape
+            return (count * columns, rows) if self.transposed else (count * rows, columns)
         if self.transposed:
             return self.shape[1], self.shape[0]
         return self.shape[0], int(torch.Size(self.shape[1:]).numel())
 
     def expert(self, transposed: bool) -> "PackedLayer":
         """The entry of one of the experts' matrices, of a weight [E, out, in], or [E, in, out] if `transposed`."""
-        return replace(self, shape=self.shape[1:], transposed=transposed)
+        return replace(self, shape=self.shape[1:], transposed=transposed, stacked=False)
 
     @property
     def nm(self) -> NM | None:
@@ -96,7 +104,7 @@ class PackedLayer:
         """Pack a weight in host memory into named tensors.
 
         Raises:
-            MoonshotError: it is not n:m.
+            MoonshotError: it is not n:m, or not on the grid of the format.
         """
         names = self.codec.names(weight)
         return {names[suffix]: part for suffix, part in self.codec.pack(self.as_matrix(tensor), self.nm).items()}
@@ -113,6 +121,8 @@ class PackedLayer:
         """
         parts = self.checked(weight, tensors)
         dense = self.codec.unpack(parts, self.matrix)
+        if self.stacked and self.transposed:
+            return dense.view(self.shape[0], -1, self.shape[1]).mT.contiguous()
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
 
     def checked(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
@@ -142,6 +152,8 @@ class PackedLayer:
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         """A tensor of this `shape` as a matrix [d_out, d_in]."""
+        if self.stacked:
+            return (tensor.mT if self.transposed else tensor).flatten(0, 1)
         return tensor.T if self.transposed else tensor.flatten(1)
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_expressions, check_number, check_whole, require
 from ..objective.allocation_rules import PatternRules
+from ..objective.grid import Grid
 from ..objective.patterns import NM, MixedNM, Pattern
 
 KEY = "moonshot"  # of the record in a model's configuration
@@ -41,6 +42,9 @@ class PruningRecord:
     dense: Sequence[str] = ()  # layers that were selected but not pruned, because no data reached them
     rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
     allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
+    # Layer → bits of its surviving weights, if they differ between layers; others are not quantized. None: the
+    # configuration's bits for all.
+    bits: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         with _explained():
@@ -66,6 +70,11 @@ class PruningRecord:
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
+            valid = self.bits is None or isinstance(self.bits, Mapping)
+            require(valid, "must be an object or null", field="bits", value=self.bits)
+            _ = self.layer_grids(self.bits or ())
+        with _explained("config."):
+            _ = self.layer_grids(("",))
 
     @property
     def targets(self) -> tuple[str, ...] | None:
@@ -93,6 +102,13 @@ class PruningRecord:
         """
         return self.pattern_rules.of(names)
 
+    def layer_grids(self, names: Iterable[str]) -> dict[str, Grid | None]:
+        """The grid of every layer's weights, in float32; None where they are not quantized."""
+        config, every = self.config, self.config.get("bits")  # records of earlier releases have no bits
+        bits = {name: every if self.bits is None else self.bits.get(name) for name in names}
+        group = config.get("quant_group", Grid.group)
+        return {name: None if number is None else Grid(number, group) for name, number in bits.items()}
+
     def nm_patterns(self) -> list[NM]:
         """The n:m patterns of the layers, short groups first."""
         return self.pattern_rules.nm()
@@ -101,7 +117,7 @@ class PruningRecord:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        optional = ("compaction", "dense", "rotation", "allocated")
+        optional = ("compaction", "dense", "rotation", "allocated", "bits")
         values = {name: value for name, value in values.items() if value or name not in optional}
         return {"version": self.VERSION, **values}
 

@@ -80,7 +80,7 @@ class ResultStore:
                 report = LayerReport.from_dict(values)
                 self.reports[report.name], self.files[report.name] = report, path
         for path, values, tensors in folder.saved(RECOVERED):
-            names = dict.fromkeys(map(weight_of, tensors))
+            names = dict.fromkeys(name if name in self.reports else weight_of(name) for name in tensors)
             if values is None or not all(name in self.reports for name in names):
                 damaged += 1
                 continue

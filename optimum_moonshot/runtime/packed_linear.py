@@ -33,10 +33,15 @@ class PackedLinear(PackedModule):
         pattern: NM | None = None,
     ):
         super().__init__(origin)
-        self.codec, self.pattern = codec, pattern
         self.out_features, self.in_features = shape
+        self.pattern = pattern
         self.hold(_WEIGHT, PackedMatrix(codec, shape), parts)
         self.register_parameter("bias", bias)
+
+    @property
+    def codec(self) -> Codec:
+        """The format."""
+        return self.packed[_WEIGHT].codec
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,8 +81,8 @@ class PackedLinear(PackedModule):
         except MoonshotError:
             exact = False
         require(exact, f"{self.codec.name} cannot represent the new weight", hint="call model.dequantize() first")
-        on_device = {suffix: part.to(weight.device) for suffix, part in parts.items()}
-        self.hold(_WEIGHT, self.packed[_WEIGHT], on_device)
+        parts = {suffix: part.to(weight.device) for suffix, part in parts.items()}
+        self.hold(_WEIGHT, self.packed[_WEIGHT], parts)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., d_in] → [..., d_out]."""

@@ -94,13 +94,21 @@ class PackedMixture(PackedModule):
 
     def _product(self, weight: str, inputs: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
         if weight in self.packed:
-            codec, shape = self.packed[weight]
-            outputs = codec.grouped(inputs, counts, self.parts_of(weight), shape, self.plan_of(weight))
+            outputs = self._packed_product(weight, inputs, counts)
         else:
             dense = self.get_parameter(weight)
             outputs = dense_grouped(inputs, counts, dense.transpose(1, 2) if self.is_transposed else dense)
         bias = self._parameters.get(f"{weight}_bias")
         return outputs if bias is None else outputs + bias[experts]
+
+    def _packed_product(self, weight: str, inputs: Tensor, counts: Tensor) -> Tensor:
+        codec, shape = self.packed[weight]
+        parts, plan = self.parts_of(weight), self.plan_of(weight)
+        device, dtype = inputs.device.type, self.dtype_of(weight)
+        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
+            return codec.grouped(inputs, counts, parts, shape, plan)
+        with torch.autocast(device, enabled=False):  # as a `PackedLinear`
+            return codec.grouped(inputs.to(dtype), counts, parts, shape, plan)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{weight}: format={matrix.codec.name}" for weight, matrix in self.packed.items())

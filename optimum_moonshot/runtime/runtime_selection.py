@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice
-from ..packing import PackedLayer, Verdict
+from ..packing import INPUTS, PackedLayer, Verdict
 
 RUNTIMES = ("dense", "packed", "semi_structured", "auto")
 PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
@@ -22,17 +22,22 @@ def check_runtime(runtime: str, names: Sequence[str] = RUNTIMES) -> None:
 
 
 def packing_verdict(
-    runtime: str, layer: PackedLayer, packed_bytes: int, dtype: torch.dtype, device: torch.device
+    runtime: str,
+    layer: PackedLayer,
+    packed_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: str = INPUTS[0],
 ) -> Verdict:
     """Whether a layer that can be packed is packed: always, or for "auto" if one row of inputs takes less time so.
 
-    `packed_bytes`, `dtype` and `device` are those of the weight in memory.
+    `packed_bytes`, `dtype` and `device` are those of the weight in memory, `inputs` those of `load_pruned`.
     """
     if runtime == "packed":
         return Verdict(True, "requested")
     d_out, d_in = layer.matrix
     ratio = packed_bytes / (d_out * d_in * dtype.itemsize)
-    return layer.codec.decoding(layer.matrix, layer.nm, ratio, dtype, device)
+    return layer.codec.with_inputs(inputs).decoding(layer.matrix, layer.nm, ratio, dtype, device)
 
 
 def runtime_entry(verdict: Verdict) -> str:

@@ -341,7 +341,7 @@ def run(capsys, *argv):
 def test_the_verify_command_reports_matches_and_mismatches(dense, capsys, tmp_path):
     status, printed = run(capsys, dense)
     assert status == 0 and printed.out.splitlines()[-1] == "verdict     matches its metadata"
-    assert "sparsity    0.5000 over 21 layers, 0." in printed.out and len(printed.out.splitlines()) == 22 + 7
+    assert "sparsity    0.5000 over 21 layers, 0." in printed.out and len(printed.out.splitlines()) == 22 + 8
     status, printed = run(capsys, dense, "--json")
     values = json.loads(printed.out)
     assert status == 0 and values["matches"] and values["layers"][0]["pattern"] == "2:4" and values["sparsity"] == 0.5

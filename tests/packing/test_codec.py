@@ -50,12 +50,12 @@ class Coordinates(Codec):
     def rows(self, parts, shape, first, stop, plan=None):
         rows, inputs, values = (parts[suffix] for suffix in self.suffixes)
         within = (rows >= first) & (rows < stop)
-        return dict(zip(self.suffixes, (rows[within] - first, inputs[within], values[within]), strict=True))
+        return dict(zip(self.suffixes, (rows[within] - first, inputs[within], values[within]), strict=True)), None
 
-    def stack(self, matrices, heights):
-        starts = [sum(heights[:index]) for index in range(len(heights))]
+    def stack(self, matrices, shapes):
+        starts = [sum(d_out for d_out, _ in shapes[:index]) for index in range(len(shapes))]
         moved = [{**parts, "_rows": parts["_rows"] + start} for parts, start in zip(matrices, starts, strict=True)]
-        return super().stack(moved, heights)
+        return super().stack(moved, shapes)
 
     def packed_bytes(self, matrix, pattern):
         return int(matrix.count_nonzero()) * (4 + matrix.dtype.itemsize)

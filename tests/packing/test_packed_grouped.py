@@ -32,7 +32,7 @@ def stack(pattern, dtype, d_in):
     """Matrices [groups, d_out, d_in], and the same packed."""
     dense = torch.stack([reference.random_matrix(D_OUT, d_in, pattern, dtype) for _ in range(GROUPS)])
     codec = find_codec("bitmask")
-    return dense, codec.stack([codec.pack(matrix, pattern) for matrix in dense], [D_OUT] * GROUPS)
+    return dense, codec.stack([codec.pack(matrix, pattern) for matrix in dense], [(D_OUT, d_in)] * GROUPS)
 
 
 def expected(dense, inputs, counts, beyond):
@@ -76,16 +76,17 @@ def test_rows_of_a_matrix_are_packed_tensors_themselves(pattern, d_in, route):
     codec, (dense, parts), shape = find_codec("bitmask"), stack(pattern, torch.bfloat16, d_in), (GROUPS * D_OUT, d_in)
     for plan in (None, codec.plan(parts, shape)):
         for first, stop in ((0, 7), (10, 35)):
-            rows = codec.rows(parts, shape, first, stop, plan)
+            rows, planned = codec.rows(parts, shape, first, stop, plan)
             codec.check(rows, (stop - first, d_in))
-            assert torch.equal(codec.unpack(rows, (stop - first, d_in)), dense.flatten(0, 1)[first:stop])
+            for each in (None, planned):
+                assert torch.equal(codec.unpack(rows, (stop - first, d_in), each), dense.flatten(0, 1)[first:stop])
 
 
 def test_matrices_of_equal_and_of_unequal_rows_are_stacked():
     codec = find_codec("bitmask")
     matrices = [reference.random_matrix(4, 16, pattern, torch.float32) for pattern in (NM(2, 4), None, NM(1, 4))]
     packed = [codec.pack(matrix, pattern) for matrix, pattern in zip(matrices, (NM(2, 4), None, NM(1, 4)), strict=True)]
-    parts = codec.stack(packed, [4, 4, 4])
+    parts = codec.stack(packed, [(4, 16)] * 3)
     codec.check(parts, (12, 16))
     assert torch.equal(codec.unpack(parts, (12, 16)), torch.cat(matrices))
 

@@ -21,13 +21,15 @@ from pathlib import Path
 
 import torch
 import transformers as hf
+from quantized_models import quantize
 from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, verify
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
+PACKED = ("packed", "quantized")
 READERS = {
-    "packed": ("load_pruned", "load_pruned, packed", "convert", "from_pretrained", "verify"),
+    **dict.fromkeys(PACKED, ("load_pruned", "load_pruned, packed", "convert", "from_pretrained", "verify")),
     "dense": ("load_pruned", "convert", "verify"),
     "run": ("resume",),
 }
@@ -45,7 +47,8 @@ COUNT, COUNTS = "num_hidden_layers", (None, "2", 0, 1, 3, -1)
 def make_folder(folder, format="packed"):
     """Save a pruned model of two layers, some matrices square, in several files; returns its weights.
 
-    For the format "run": the folder of a finished run; returns its report with the weights.
+    For the format "quantized": packed integer codes. For "run": the folder of a finished run; returns its report with
+    the weights.
     """
     model = make_model()
     if format == "run":
@@ -54,7 +57,9 @@ def make_folder(folder, format="packed"):
     rules = {"q_proj": "2:4", "mlp": "1:4", "[kvo]_proj": 0.6}
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="unstructured", allocation=rules))
     pruner.prune(progress=False)
-    pruner.save_pretrained(folder, format=format, max_shard_size="6KB")
+    if format == "quantized":
+        quantize(pruner)
+    pruner.save_pretrained(folder, format="dense" if format == "dense" else "packed", max_shard_size="6KB")
     for name in ("README.md", "moonshot_report.png", "moonshot_report.json"):
         (folder / name).unlink()
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -191,7 +196,7 @@ def read(reader, folder, output, format):
     if reader == "load_pruned":
         return load_pruned(folder).state_dict()
     if reader == "convert":
-        convert(folder, output, "dense" if format == "packed" else "packed")
+        convert(folder, output, "dense" if format in PACKED else "packed")
         if format == "dense":
             return load_pruned(output).state_dict()
         return {name: tensor for path in output.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -234,7 +239,7 @@ def trial(intact, expected, seed, root, format="packed"):
         with contextlib.redirect_stderr(io.StringIO()):
             verdicts[reader] = verdict(reader, folder, output, expected, weights_hit, format)
     sound = [outcome for reader, outcome in verdicts.items() if reader.startswith("load_pruned")]
-    if format == "packed" and verdicts["verify"] == "holds" and weights_hit and "same weights" not in sound:
+    if format in PACKED and verdicts["verify"] == "holds" and weights_hit and "same weights" not in sound:
         verdicts["verify"] = "WRONG: verified"
     return what, verdicts
 

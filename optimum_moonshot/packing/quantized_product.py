@@ -1,0 +1,139 @@
+"""The product with a matrix in a format "int{bits}g{group}", as operators of torch, like those of `bitmask_product`.
+
+``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
+multiplies directly with the packed W. For gradients, and where there is no library, tiles of W are unpacked, so that no
+dense copy of W is written to memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import QuantizedMatrix, find_library
+from ..objective.grid import Grid
+from ..objective.row_slices import split_range
+from .quantized import library_matrix, unpacked_slices
+
+_TILE = 1 << 20  # bytes of a tile of unpacked rows, as in `bitmask_product`
+_MOST_WIDE = 4  # rows of inputs that are not rounded; above, torch's product with tiles is faster
+_MATRIX = "Tensor codes, Tensor scale, Tensor meta, Tensor? offsets, int bits, int group"
+_library = torch.library.Library("moonshot", "FRAGMENT")
+_library.define(f"quantized_linear(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
+_library.define(f"quantized_product(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
+_library.define(f"quantized_transposed(Tensor outputs, {_MATRIX}, int d_in) -> Tensor")
+
+
+class QuantizedTensors(NamedTuple):
+    """A packed matrix, as the arguments of the operators."""
+
+    codes: Tensor
+    scale: Tensor
+    meta: Tensor
+    offsets: Tensor | None  # of `find_offsets`; None also if they were not computed
+    bits: int
+    group: int
+
+
+def quantized_linear(inputs: Tensor, matrix: QuantizedTensors, bias: Tensor | None, wide: bool) -> Tensor:
+    """x Wᵀ + bias, [..., d_out], for x [..., d_in] in the dtype and on the device of the scales.
+
+    Unless `wide`, a compiled library rounds x to 8 bits per row and group; gradients are those of the exact product.
+    """
+    differentiable = torch.is_grad_enabled() and (inputs.requires_grad or (bias is not None and bias.requires_grad))
+    if differentiable or torch.compiler.is_compiling():
+        return torch.ops.moonshot.quantized_linear.default(inputs, *matrix, bias, wide)
+    # Without gradients, skip autograd: its overhead per call is as large as a small product.
+    return torch.ops.moonshot.quantized_product.default(inputs, *matrix, bias, wide)
+
+
+def _product(
+    inputs: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    meta: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+    group: int,
+    bias: Tensor | None,
+    wide: bool,
+) -> Tensor:
+    library, flat = find_library(), inputs.reshape(-1, inputs.shape[-1])
+    matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[-1], offsets)
+    outputs = inputs.new_empty(*inputs.shape[:-1], len(scale))
+    most = 0 if library is None else min(library.most_rows, _MOST_WIDE) if wide else library.most_rows
+    if library is not None and matrix is not None and _takes(inputs, scale, bias) and len(flat) <= most:
+        return library.quantized_product(flat.contiguous(), matrix, bias, wide).view_as(outputs)
+    for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, inputs.shape[-1]):
+        outputs[..., rows] = functional.linear(inputs, tile, None if bias is None else bias[rows])
+    return outputs
+
+
+def _takes(x: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
+    """Whether the library supports these inputs; for invalid ones, torch's dense product raises the error."""
+    fits = bias is None or (bias.dtype == x.dtype and bias.shape == scale.shape[:1] and bias.is_contiguous())
+    return fits and x.dtype == scale.dtype and x.device.type == "cpu" and x.numel() > 0
+
+
+def _tiles(
+    matrix: QuantizedMatrix | None, codes: Tensor, scale: Tensor, meta: Tensor, bits: int, group: int, d_in: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Unpack W by tiles of rows: the range of rows and the tile, valid until the next one."""
+    library = find_library()
+    if library is None or matrix is None:
+        yield from unpacked_slices(Grid(bits, group, scale.dtype), codes, scale, meta, d_in)
+        return
+    size = max(1, _TILE // (d_in * scale.dtype.itemsize))
+    buffer = scale.new_empty(min(size, len(scale)), d_in)
+    for rows in split_range(0, len(scale), size):
+        yield rows, library.quantized_unpack(buffer[: rows.stop - rows.start], matrix, rows.start)
+
+
+def _transposed(
+    outputs: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    meta: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+    group: int,
+    d_in: int,
+) -> Tensor:
+    """y W: [..., d_out] → [..., d_in]."""
+    wider = torch.promote_types(outputs.dtype, torch.float32)
+    sums = torch.zeros(*outputs.shape[:-1], d_in, dtype=wider, device=outputs.device)
+    matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, d_in, offsets)
+    for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, d_in):
+        sums += outputs[..., rows] @ tile
+    return sums.to(outputs.dtype)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, codes, scale, meta, offsets, ctx.bits, ctx.group, _, _ = inputs
+    ctx.d_in = x.shape[-1]
+    ctx.save_for_backward(codes, scale, meta, offsets)
+
+
+def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
+    x = bias = None
+    if ctx.needs_input_grad[0]:
+        matrix = *ctx.saved_tensors, ctx.bits, ctx.group
+        x = torch.ops.moonshot.quantized_transposed.default(outputs, *matrix, ctx.d_in)
+    if ctx.needs_input_grad[7]:
+        bias = outputs.flatten(0, -2).sum(0) if outputs.ndim > 1 else outputs
+    return x, None, None, None, None, None, None, bias, None
+
+
+_COMPUTED = {"quantized_linear": _product, "quantized_product": _product, "quantized_transposed": _transposed}
+for _name, _compute in _COMPUTED.items():
+    _library.impl(_name, _compute, "CompositeExplicitAutograd")
+for _name in ("quantized_linear", "quantized_product"):
+    torch.library.register_fake(
+        f"moonshot::{_name}", lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0]), lib=_library
+    )
+torch.library.register_fake(
+    "moonshot::quantized_transposed", lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1]), lib=_library
+)
+torch.library.register_autograd("moonshot::quantized_linear", _gradients, setup_context=_remember, lib=_library)

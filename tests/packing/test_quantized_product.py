@@ -1,0 +1,209 @@
+"""The operators of products with integer codes: compiled, exported, differentiated, any shape, with and without C."""
+
+import copy
+import pickle
+
+import grid_matrices
+import pytest
+import reference_quantized as reference
+import torch
+from torch import nn
+
+from optimum_moonshot.kernels import find_library
+from optimum_moonshot.objective.grid import Grid
+from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.packing import bitmask_speed, find_codec, quantized, quantized_codec, quantized_product
+from optimum_moonshot.runtime.packed_linear import PackedLinear
+
+PATTERNS = [None, NM(2, 4), NM(4, 4)]
+ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@pytest.fixture(params=["library", "torch"])
+def route(request, monkeypatch):
+    """With the compiled library, and without."""
+    if request.param == "torch":
+        for module in (quantized, quantized_codec, quantized_product):
+            monkeypatch.setattr(module, "find_library", lambda: None)
+    elif find_library() is None:
+        pytest.skip("installed without a C compiler")
+    return request.param
+
+
+def pair(pattern, dtype=torch.float32, d_out=24, d_in=200, bias=True, bits=4, inputs="float"):
+    """A Linear on a grid, and the same packed; float64 on the grid of float32."""
+    grid = Grid(bits, 64, torch.float32 if dtype == torch.float64 else dtype)
+    linear = nn.Linear(d_in, d_out, bias, dtype=grid.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(50 * grid_matrices.random_matrix(grid, d_out, d_in, pattern))
+        linear.weight.copy_(grid_matrices.on_grid(grid, linear.weight))
+    codec = find_codec(f"int{bits}g64").with_inputs(inputs)
+    parts = codec.pack(linear.weight.detach(), pattern)
+    packed = PackedLinear(codec, (d_out, d_in), parts, linear.bias).to(dtype)
+    if dtype == torch.float64:
+        linear.weight.data = packed.weight
+    return linear, packed
+
+
+def inputs_of_every_shape(d_in, dtype):
+    for shape in [(d_in,), (1, d_in), (3, 2, d_in), (100, d_in), (0, d_in), (2, 0, d_in), (1, 1, 1, d_in)]:
+        yield torch.randn(shape).to(dtype)
+    yield torch.randn(5, 2 * d_in).to(dtype)[:, ::2]
+    yield torch.randn(d_in, 7).to(dtype).T
+    yield torch.randn(1, d_in).to(dtype).expand(6, d_in)
+
+
+@pytest.mark.parametrize("dtype", list(ATOL), ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_inputs_of_every_shape_and_stride(pattern, dtype, route):
+    for bits, d_in, bias in ((8, 64, True), (4, 200, False), (3, 100, True)):
+        linear, packed = pair(pattern, dtype, d_in=d_in, bias=bias, bits=bits)
+        for inputs in inputs_of_every_shape(d_in, dtype):
+            with torch.no_grad():
+                ours, theirs = packed(inputs), linear(inputs)
+            assert ours.shape == theirs.shape and ours.dtype == dtype
+            assert torch.allclose(ours, theirs, atol=2 * ATOL[dtype], rtol=0.01)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_inputs_are_rounded_only_if_they_may_be(pattern, route):
+    """To 8 bits per row and group, by a library; the other products are those of the weights in float64."""
+    inputs = torch.randn(5, 200)
+    for choice in ("int8", "float"):
+        linear, packed = pair(pattern, inputs=choice)
+        rounded = choice == "int8" and route == "library"
+        exact = reference.rounded(inputs, 64) if rounded else inputs.double()
+        expected = exact @ linear.weight.detach().double().T + linear.bias.detach().double()
+        with torch.no_grad():
+            assert torch.allclose(packed(inputs).double(), expected, atol=1e-4, rtol=1e-5)
+        assert ((packed(inputs) - linear(inputs)).abs().max() > 1e-3) == rounded
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_unpacked_weights_are_the_same_by_both_routes(pattern, route):
+    for dtype in ATOL:
+        for bits in (8, 4, 3):
+            linear, packed = pair(pattern, dtype, bits=bits, d_in=133 - 133 % (pattern.m if pattern else 1))
+            assert torch.equal(packed.weight, linear.weight)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_compiled_to_one_node_with_gradients(pattern, route):
+    linear, packed = pair(pattern)
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    for planned in (False, True):
+        torch.compiler.reset()
+        if planned:
+            packed.plan  # noqa: B018
+        compiled, inputs = torch.compile(packed, fullgraph=True, backend=backend), torch.randn(3, 200)
+        assert torch.allclose(compiled(inputs), linear(inputs), atol=1e-4)
+        operators = [node.target for node in graphs.pop().graph.nodes if node.op == "call_function"]
+        assert operators == [torch.ops.moonshot.quantized_linear.default]
+    torch.compiler.reset()
+    gradients = []
+    for module in (torch.compile(packed, fullgraph=True, backend="aot_eager"), linear):
+        inputs.requires_grad_()
+        inputs.grad = linear.bias.grad = None
+        module(inputs).square().sum().backward()
+        gradients.append((inputs.grad, linear.bias.grad))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-2)
+
+
+def test_exported_for_any_number_of_rows(route):
+    linear, packed = pair(None)
+    program = torch.export.export(packed, (torch.randn(2, 200),), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    assert sum("quantized_linear" in str(node.target) for node in program.graph.nodes) == 1
+    for count in (1, 5):
+        inputs = torch.randn(count, 200)
+        assert torch.allclose(program.module()(inputs), linear(inputs), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", list(ATOL), ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_gradients_are_those_of_a_dense_layer(pattern, dtype, route, monkeypatch):
+    monkeypatch.setattr(quantized_product, "_TILE", 200 * dtype.itemsize * 7)  # several tiles, the last one smaller
+    linear, packed = pair(pattern, dtype)
+    for shape in ((200,), (5, 200), (2, 3, 200), (0, 200)):
+        result = []
+        for module in (packed, linear):
+            inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+            linear.bias.grad = None
+            module(inputs).float().square().sum().backward()
+            result.append((inputs.grad, linear.bias.grad))
+        for ours, theirs in zip(*result, strict=True):
+            assert ours.dtype == dtype
+            assert torch.allclose(ours, theirs, rtol=0.05 if dtype.itemsize == 2 else 1e-4, atol=100 * ATOL[dtype])
+
+
+def test_gradients_match_finite_differences(route):
+    """In float64, for which only torch has a product."""
+    for pattern in PATTERNS:
+        _, packed = pair(pattern, torch.float64, d_out=5, d_in=12)
+        assert torch.autograd.gradcheck(packed, torch.randn(3, 12, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_the_operators_pass_opcheck(pattern, route):
+    _, packed = pair(pattern)
+    matrix = *packed.parts.values(), packed.plan.offsets, 4, 64
+    inputs = torch.randn(3, 200, requires_grad=True)
+    torch.library.opcheck(torch.ops.moonshot.quantized_linear.default, (inputs, *matrix, packed.bias, True))
+    detached = inputs.detach(), *matrix, packed.bias.detach(), False
+    torch.library.opcheck(torch.ops.moonshot.quantized_product.default, detached)
+    torch.library.opcheck(torch.ops.moonshot.quantized_transposed.default, (torch.randn(3, 24), *matrix, 200))
+
+
+def test_mismatched_inputs_raise_torchs_error(route):
+    _, packed = pair(NM(2, 4))
+    for wrong in (torch.randn(3, 60), torch.randn(3, 200).bfloat16()):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shape|dtype|size"):
+            packed(wrong)
+    packed.bias = nn.Parameter(torch.randn(23))
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        packed(torch.randn(3, 200))
+
+
+def test_autocast_multiplies_in_its_own_dtype(route):
+    linear, packed = pair(NM(2, 4))
+    inputs = torch.randn(3, 200)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(packed(inputs), linear(inputs)) and packed(inputs).dtype == torch.bfloat16
+
+
+def test_a_packed_layer_is_copied_and_moved(route):
+    linear, packed = pair(None)
+    inputs = torch.randn(2, 200)
+    expected = packed(inputs)
+    for again in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert torch.equal(again(inputs), expected) and again.codec.inputs == "float"
+    for dtype in (torch.float64, torch.float32):
+        assert torch.allclose(packed.to(dtype)(inputs.to(dtype)).float(), expected, atol=1e-4)
+        assert packed.dtype == packed.weight.dtype == dtype
+
+
+def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
+    library, codec = find_library(), find_codec("int4g128")
+
+    def verdict(shape=(1024, 1024), dtype=torch.bfloat16, device="cpu"):
+        return codec.decoding(shape, NM(2, 4), 0.2, dtype, torch.device(device))
+
+    assert verdict(device="cuda") == (False, "no kernel for integer codes on cuda")
+    if library is not None:
+        fast = library.instruction_set not in bitmask_speed.SLOWER
+        assert verdict().faster == fast
+        monkeypatch.setattr(library, "instruction_set", "vbmi2")
+        assert verdict() == (True, "vbmi2 kernels for int4g128")
+        assert verdict((8, 8)) == (False, f"smaller than {bitmask_speed.LEAST} weights")
+        kept = codec.with_inputs("float").decoding((1024, 1024), None, 0.2, torch.bfloat16, torch.device("cpu"))
+        assert kept == (False, "the kernel is slower for inputs that are not rounded")
+        assert verdict(dtype=torch.float64) == (False, "no kernel for torch.float64")
+        monkeypatch.setattr(library, "instruction_set", "portable")
+        assert verdict() == (False, "the portable kernel is slower")
+    monkeypatch.setattr(quantized_codec, "find_library", lambda: None)
+    assert verdict() == (False, "no kernel for integer codes on cpu")
