@@ -386,8 +386,9 @@ class MoonshotPruner:
             directory: a folder, created if missing.
             format: "dense" loads in plain `from_pretrained` anywhere. "packed" stores the surviving values and one bit
                 per weight (2:4 in 16 bits: 9/16 of the bytes); `from_pretrained` reads it after
-                ``import optimum_moonshot``, and fails without. None: "packed" for a model that is packed in memory,
-                else "dense".
+                ``import optimum_moonshot``, and fails without. "compressed-tensors", for a model that is quantized to 8
+                or 4 bits, is read by vLLM and transformers. None: "packed" for a model that is packed in memory, else
+                "dense".
             options: of the model's `save_pretrained`, such as `max_shard_size`.
 
         Raises:

@@ -20,7 +20,7 @@ from .file_integrity import Request, check_complete, check_files, check_no_other
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
 from .meta_model import model_class, read_model_config
-from .weight_files import is_packed_checkpoint
+from .weight_files import EXPORT, stored_format
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something else than a model.
@@ -70,7 +70,16 @@ def load_pruned(
     require(not again, message, field="quantization_config", hint="load it without one")
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
-    packed = is_packed_checkpoint(folder)
+    stored = stored_format(folder)
+    hint = 'use runtime="dense", or give the dense or the packed checkpoint'
+    require(
+        stored != EXPORT or runtime == "dense",
+        f"not for a {EXPORT} checkpoint",
+        field="runtime",
+        value=runtime,
+        hint=hint,
+    )
+    packed = stored == "packed"
     files = check_files(folder, packed)
     check_no_other_weights(folder, packed)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}

@@ -4,7 +4,6 @@ A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer is
 format (packing/), in files of other names with a description (weight_files.py).
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -41,6 +40,7 @@ from .weight_files import (
     read_config,
     sort_metadata,
     weight_files,
+    write_json,
 )
 from .weight_names import Target, merged_weights, parameter_names
 
@@ -199,7 +199,7 @@ class _Writer:
         if self.packed or self.count > 1:
             metadata = {**index.get("metadata", {}), "total_size": self.total}
             index = {**index, "metadata": metadata, "weight_map": dict(sorted(self.weight_map.items()))}
-            _write_json(index_path(self.folder, self.packed), index)
+            write_json(index_path(self.folder, self.packed), index)
 
 
 def _write_config(source: Path, target: Path, packed: bool) -> None:
@@ -209,11 +209,7 @@ def _write_config(source: Path, target: Path, packed: bool) -> None:
         config.pop(name, None)
     if packed:
         config |= {"quantization_config": config_entry(), EXPLICIT: _NOT_HERE}
-    _write_json(target / "config.json", config)
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(target / "config.json", config)
 
 
 def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | str = SHARD, **options: Any) -> None:

@@ -17,12 +17,13 @@ from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.rotation_report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
+from .compressed_tensors import export_files, quantized_grids
 from .file_integrity import check_files, check_no_other_weights
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import is_packed, to_save
 from .meta_model import checkpoint_meta_model
 from .packed_files import FORMATS, pack_files, save_streamed, unpack_files
-from .weight_files import is_packed_checkpoint
+from .weight_files import EXPORT, stored_format
 
 
 def save_model(
@@ -48,7 +49,7 @@ def save_model(
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
-            _write_model(model, staging, format == "packed", **options)
+            _write_model(model, staging, format, **options)
         _save_processors(processors, staging)
         report.save(staging)
         name = name or Path(directory).resolve().name
@@ -58,14 +59,16 @@ def save_model(
             write_card(staging, report, Facts.gather(model, name, format))
 
 
-def _write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
+def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
     if is_offloaded(model):
-        save_streamed(model, folder, packed, **options)
-        return
-    model.save_pretrained(folder, **options)
-    if packed:
-        pack_files(folder, folder, model)
+        save_streamed(model, folder, format == "packed", **options)
+    else:
+        model.save_pretrained(folder, **options)
+        if format == "packed":
+            pack_files(folder, folder, model)
+    if format == EXPORT:
+        export_files(folder, folder, model)
 
 
 def _save_processors(processors: Iterable[Any], folder: Path) -> None:
@@ -83,12 +86,15 @@ def _save_processors(processors: Iterable[Any], folder: Path) -> None:
 def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) -> str:
     """Check the format, by default that in memory, and the options of `save_model`; return the format."""
     format = format or ("packed" if is_packed(model) else "dense")
-    check_choice("format", format, FORMATS)
+    check_choice("format", format, (*FORMATS, EXPORT))
     cls: Any = type(model)
     plain = not hasattr(model, "save_pretrained")
     if plain and format != "dense":
         message = f"{cls.__name__} is not a PreTrainedModel"
         raise MoonshotError(message, field="format", value=format, hint='use "dense"')
+    if format == EXPORT:
+        with to_save(model):
+            quantized_grids(model)
     supported = () if plain else inspect.signature(cls.save_pretrained).parameters
     for name, value in options.items():
         require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
@@ -100,25 +106,27 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
 
 
 def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
-    """Convert a pruned checkpoint to the other format; other files are copied, and the card is updated.
+    """Convert a pruned checkpoint to another format; other files are copied, and the card is updated.
 
     The weights are verified first, as by `load_pruned`.
 
     Args:
         source: folder of a checkpoint that this package pruned, or its name on the Hub.
         output: folder of the new one; may be the same.
-        format: "dense" or "packed".
+        format: "dense", "packed" or "compressed-tensors", which is not converted back.
         loading: for the configuration, such as `trust_remote_code`, and `revision`, `token`, … for the Hub.
 
     Raises:
         MoonshotError: not a pruned checkpoint, one that has the format already, or one that is damaged.
     """
-    check_choice("format", format, FORMATS)
+    check_choice("format", format, (*FORMATS, EXPORT))
     check_path("source", source)
     hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
     folder = local_folder(source, whole=True, **hub)
-    packed = is_packed_checkpoint(folder)
-    require(packed != (format == "packed"), f"{source} is a {format} checkpoint already")
+    stored = stored_format(folder)
+    packed = stored == "packed"
+    require(stored != format, f"{source} is a {format} checkpoint already")
+    require(stored != EXPORT, f"{source} is a {EXPORT} checkpoint", hint="convert the dense or the packed one instead")
     weights = {path.resolve() for path in check_files(folder, packed)}
     check_no_other_weights(folder, packed)
     model = None if packed else checkpoint_meta_model(folder, **loading)
@@ -136,8 +144,11 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
                 shutil.copy2(path, staging)
         if model is None:
             unpack_files(folder, staging)
-        else:
+        elif format == "packed":
             pack_files(folder, staging, model)
+        if format == EXPORT:
+            dense = staging if packed else folder
+            export_files(dense, staging, model or checkpoint_meta_model(dense, **loading))
         facts = Facts.read(staging, Path(output).resolve().name, format)
         if facts is not None and (staging / REPORT_NAME).is_file():
             write_card(staging, PruneReport.load(staging), facts)
@@ -152,7 +163,7 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
     folder = Path(folder)
     report = saved_report(folder)
     report.record(pruned, dense)
-    facts = Facts.read(folder, None, "packed" if is_packed_checkpoint(folder) else "dense")
+    facts = Facts.read(folder, None, stored_format(folder))
     with writing("folder", folder):
         report.save(folder)
         if facts is not None:

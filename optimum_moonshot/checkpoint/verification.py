@@ -139,9 +139,11 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
         comparison = _compare(stored, locations, declared, other)
     mismatches = [*declared.damaged, *damage, *comparison.mismatches()]
     card = declared.declarations.get(CARD)
-    if card is not None and card.format not in (None, format):
+    if card is not None and card.format not in (None, format, other):
         mismatches.append(f"{CARD} says that it is {card.format}: it is {format}")
-    notes = [*locations.notes, *([f"config.json: another tool has quantized it ({other})"] if other else [])]
+    exported = card is not None and card.format == other
+    note = f"config.json: another tool has quantized it ({other})"
+    notes = [*locations.notes, *([note] if other and not exported else [])]
     parameters = comparison.parameters
     return Verification(
         path=str(name_or_path),

@@ -27,6 +27,7 @@ from ..errors import MoonshotError, naming, require
 from ..files import read_json
 from ..packing import PackedLayer, weight_of
 
+EXPORT = "compressed-tensors"  # the format for other readers, and `quant_method` in config.json
 METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
 VERSION = 1
 EXPLICIT = "transformers_weights"  # in config.json: a file that transformers reads instead of its usual ones
@@ -44,6 +45,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     require(path.is_file(), f"{folder} holds no config.json", hint="give the folder of a checkpoint")
     return read_json(path)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write config.json or an index, as transformers does."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def config_entry() -> dict[str, Any]:
@@ -73,6 +79,15 @@ def is_packed_checkpoint(folder: Path) -> bool:
         return False
     check_config_entry(quantization)
     return True
+
+
+def stored_format(folder: Path) -> str:
+    """The format of a checkpoint, by config.json: that of other tools is "dense". Raises as `is_packed_checkpoint`."""
+    if is_packed_checkpoint(folder):
+        return "packed"
+    quantization = read_config(folder).get("quantization_config")
+    exported = isinstance(quantization, dict) and quantization.get("quant_method") == EXPORT
+    return EXPORT if exported else "dense"
 
 
 def index_path(folder: Path, packed: bool) -> Path:

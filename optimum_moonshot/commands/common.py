@@ -73,8 +73,11 @@ def add_output_options(parser: argparse.ArgumentParser, help: str, required: boo
 
 
 def add_format_option(parser: argparse.ArgumentParser, **options: Any) -> None:
-    text = "dense loads anywhere; packed stores the surviving weights and one bit for each weight"
-    parser.add_argument("--format", choices=("dense", "packed"), help=text, **options)
+    text = (
+        "dense loads anywhere; packed stores the surviving weights and one bit for each weight; compressed-tensors "
+        "stores the codes of all weights of a quantized model, for vLLM and transformers without this package"
+    )
+    parser.add_argument("--format", choices=("dense", "packed", "compressed-tensors"), help=text, **options)
 
 
 def add_data_option(parser: argparse.ArgumentParser, name: str, help: str, metavar: str = "DATA") -> None:

@@ -149,7 +149,7 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """`moonshot convert`: save the same weights in the other format."""
+    """`moonshot convert`: save the same weights in another format."""
     check_source(args.model)
     name = args.model.rstrip("/") if Path(args.model).is_dir() else args.model.rpartition("/")[2]
     args.output = args.output or f"{name}-{args.format}"

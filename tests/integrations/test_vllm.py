@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from damage import flip
+from quantized_models import quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +60,8 @@ PROMPTS = [{"prompt_token_ids": [(7 * n * n + 3 * place) % 90 + 5 for place in r
 
 
 KINDS = [*((name, pattern) for name in MODELS for pattern in PATTERNS), ("llama", "partly")]
-SAVED = [*KINDS, ("mixtral", "attention")]
+QUANTIZED = [("llama", 4), ("llama-tied", 4), ("qwen2", 4), ("llama", 8), ("mixtral", 4)]  # model, bits
+SAVED = [*KINDS, ("mixtral", "attention"), *QUANTIZED]
 
 
 def save(folder, name, pattern):
@@ -80,12 +82,26 @@ def save(folder, name, pattern):
         pruner.save_pretrained(folder / format, format=format)
 
 
+def save_quantized(folder, name, bits):
+    """Saves a quantized model dense and for other readers."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 5
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="2:4"))
+    pruner.prune(progress=False)
+    quantize(pruner, bits)
+    for format in ("dense", "compressed-tensors"):
+        pruner.save_pretrained(folder / format, format=format)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Returns the folder of a model; all are saved before vLLM changes classes of transformers."""
     root = tmp_path_factory.mktemp("saved")
     for number, kind in enumerate(SAVED):
-        save(root / str(number), *kind)
+        (save if isinstance(kind[1], str) else save_quantized)(root / str(number), *kind)
     return lambda name, pattern: root / str(SAVED.index((name, pattern)))
 
 
@@ -136,6 +152,7 @@ def weights(llm):
 def released():
     yield
     gc.collect()
+    vllm.distributed.cleanup_dist_env_and_memory()  # a failed load leaves its groups of processes
 
 
 @pytest.mark.parametrize(("name", "pattern"), KINDS)
@@ -257,3 +274,37 @@ def test_a_later_format_is_refused(packed):
     (packed / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="update it"):
         load(packed)
+
+
+def assert_served_as_dense(folder, abs):
+    """The same greedy tokens, and their log-probabilities up to the rounding of 16 bits."""
+    expected = generate(load(folder / "dense", dtype="bfloat16"))
+    llm = load(folder / "compressed-tensors", dtype="bfloat16")
+    for (tokens, steps), (expected_tokens, expected_steps) in zip(generate(llm), expected, strict=True):
+        assert tokens == expected_tokens
+        chosen = [
+            [each[token] for token, each in zip(tokens, by_step, strict=True)] for by_step in (steps, expected_steps)
+        ]
+        assert chosen[0] == pytest.approx(chosen[1], abs=abs)
+    return llm
+
+
+@pytest.mark.parametrize("name", [name for name, bits in QUANTIZED if bits == 4 and name != "mixtral"])
+def test_four_bits_in_compressed_tensors_are_served_as_dense(name, saved, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")  # with AMX, vLLM would round the inputs to 8 bits
+    llm = assert_served_as_dense(saved(name, 4), abs=0.05)
+    (kernels,) = llm.apply_model(
+        lambda model: [type(layer.scheme.kernel).__name__ for layer in model.modules() if hasattr(layer, "scheme")]
+    )
+    assert kernels == ["CPUWNA16LinearKernel"] * len(MERGED) * 2
+
+
+def test_eight_bits_in_compressed_tensors_have_no_kernel_for_cpus(saved):
+    with pytest.raises(ValueError, match=r"(?s)Failed to find a kernel.*uint8b128.*not supported by CPUWNA16"):
+        load(saved("llama", 8) / "compressed-tensors", dtype="bfloat16")
+
+
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="vLLM multiplies experts of 4 bits with AMX")
+def test_experts_of_four_bits_need_amx(saved):
+    with pytest.raises(NotImplementedError, match="No WNA16 MoE backend supports the deployment"):
+        load(saved("mixtral", 4) / "compressed-tensors", dtype="bfloat16")
