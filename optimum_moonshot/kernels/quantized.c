@@ -62,7 +62,8 @@ static int run_wide(const quantized_matrix *w, quantized_inputs *inputs, int64_t
 static int run_rows(const quantized_matrix *w, const void *x, int64_t rows, const void *bias, void *y, int wide,
                     int threads) {
     const int64_t stride = quantized_stride(w), spans = rows * w->spans;
-    const size_t floats = (size_t)(stride + spans) * sizeof(float), whole = (size_t)(spans * START_LANES) * sizeof(int32_t);
+    const size_t floats = (size_t)(stride + spans) * sizeof(float);
+    const size_t whole = (size_t)(spans * START_LANES) * sizeof(int32_t);
     int64_t places[AT_ONCE], special = rows;
     quantized_inputs inputs = {.rows = rows, .places = places};
     const quantized_job job = {&inputs, bias, y};

@@ -42,7 +42,10 @@ static void floats_of(int dtype, const void *from, int64_t count, float *to) {
     } else {
         const uint16_t *halves = from;
 #if defined(__F16C__)
-        for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i))));
+        for (; i + 8 <= count; i += 8) {
+            const __m128i eight = _mm_loadu_si128((const __m128i *)(halves + i));
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(eight));
+        }
 #endif
         for (; i < count; i++) to[i] = float_of_f16(halves[i]);
     }
@@ -57,8 +60,10 @@ static void store_floats(int dtype, const float *from, int64_t count, void *to) 
     } else {
         uint16_t *halves = to;
 #if defined(__F16C__)
-        for (; i + 8 <= count; i += 8)
-            _mm_storeu_si128((__m128i *)(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+        for (; i + 8 <= count; i += 8) {
+            const __m256 eight = _mm256_loadu_ps(from + i);
+            _mm_storeu_si128((__m128i *)(halves + i), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+        }
 #endif
         for (; i < count; i++) halves[i] = f16_of_float(from[i]);
     }
@@ -94,7 +99,8 @@ INLINE float largest(const float *p, int64_t count) {
 }
 
 /* Round a row to x; returns 0 if it cannot be rounded. */
-static int quantize_row(const quantized_matrix *w, const float *row, int8_t *x, float *scale, int32_t *start, int tiles) {
+static int quantize_row(const quantized_matrix *w, const float *row, int8_t *x, float *scale, int32_t *start,
+                        int tiles) {
     const int32_t zero = 1 << (w->bits - 1);
     for (int64_t group = 0; group < w->groups; group++) {
         const int64_t begin = group * w->group, end = begin + w->group < w->d_in ? begin + w->group : w->d_in;
@@ -173,9 +179,12 @@ INLINE const uint8_t *expand_as(const quantized_matrix *w, const uint8_t *p, con
 
 static const uint8_t *expand(const quantized_matrix *w, const uint8_t *p, const uint8_t *meta, int64_t first,
                              int64_t last, int8_t *to) {
-    if (w->bits == 8) return meta ? expand_as(w, p, meta, first, last, to, 8, 0) : expand_as(w, p, NULL, first, last, to, 8, 1);
-    if (w->bits == 4) return meta ? expand_as(w, p, meta, first, last, to, 4, 0) : expand_as(w, p, NULL, first, last, to, 4, 1);
-    return meta ? expand_as(w, p, meta, first, last, to, 3, 0) : expand_as(w, p, NULL, first, last, to, 3, 1);
+#define EXPAND_AS(bits)                                                                                                \
+    return meta ? expand_as(w, p, meta, first, last, to, bits, 0) : expand_as(w, p, NULL, first, last, to, bits, 1)
+    if (w->bits == 8) EXPAND_AS(8);
+    if (w->bits == 4) EXPAND_AS(4);
+    EXPAND_AS(3);
+#undef EXPAND_AS
 }
 
 #define PIECE 1024 /* inputs that are unpacked at a time, at most a span */

@@ -5,6 +5,12 @@
 #if defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512VNNI__) && defined(__F16C__)
 #include "avx512.h"
 
+/* sums + codes * inputs, 4 bytes to a lane. For the intrinsic, some versions of GCC copy the sums twice, and spill them. */
+INLINE __m512i add_products(__m512i sums, __m512i codes, __m512i inputs) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(inputs));
+    return sums;
+}
+
 INLINE __m512i zero_codes(const int bits) { return _mm512_set1_epi8((char)(1 << (bits - 1))); }
 
 INLINE __m512i spread_nibbles(__m256i bytes) {
@@ -50,7 +56,7 @@ INLINE void quantize_block(const float *p, float inverse, int8_t *to) {
 INLINE void start_lanes(const int8_t *x, int64_t count, int32_t zero, int32_t *start) {
     __m512i sums = _mm512_setzero_si512();
     for (int64_t i = 0; i < count; i += WORD)
-        sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8((char)zero), _mm512_loadu_si512(x + i));
+        sums = add_products(sums, _mm512_set1_epi8((char)zero), _mm512_loadu_si512(x + i));
     _mm512_storeu_si512(start, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
 }
 
@@ -137,7 +143,7 @@ INLINE void few_spans(const quantized_matrix *w, const quantized_inputs *inputs,
                 if (!careful) fetch(p, dense ? NULL : four->meta[k] + 8 * block);
                 const __m512i codes = place_codes(block_codes(p, bits), word, bits, dense);
                 four->p[k] += dense && !careful ? 8 * bits : code_bytes(word, bits);
-                UNROLL for (int r = 0; r < rows; r++) acc[k][r] = _mm512_dpbusd_epi32(acc[k][r], codes, x[r]);
+                UNROLL for (int r = 0; r < rows; r++) acc[k][r] = add_products(acc[k][r], codes, x[r]);
             }
         }
         UNROLL for (int k = 0; k < 4; k++)
@@ -228,8 +234,8 @@ INLINE void tile_spans(const quantized_matrix *w, const __m512i *panel, const fl
             const __m512i low = _mm512_load_si512(panel), high = _mm512_load_si512(panel + 1);
             UNROLL for (int r = 0; r < rows; r++) {
                 const __m512i four = _mm512_set1_epi32(x[r]);
-                acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], low, four);
-                acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], high, four);
+                acc[r][0] = add_products(acc[r][0], low, four);
+                acc[r][1] = add_products(acc[r][1], high, four);
             }
         }
         const __m512 low = _mm512_load_ps(scales), high = _mm512_load_ps(scales + 16);

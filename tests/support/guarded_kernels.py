@@ -66,6 +66,38 @@ def check(library: ctypes.CDLL, dtype: int, shape: tuple[int, int], rows: int, c
             assert list((c_int64 * (d_out + 1)).from_address(offsets.address)) == starts
 
 
+def check_quantized(
+    library: ctypes.CDLL, bits: int, dtype: int, shape: tuple[int, int], rows: int, stored: int, dense: bool
+) -> None:
+    """A matrix of random codes, bits and offsets, of which only the sizes of the buffers hold; d_in / 64 groups."""
+    (d_out, d_in), size = shape, 4 if dtype == 2 else 2
+    groups = -(-d_in // 64)
+    sizes = (stored, d_out * groups * size, rows * d_in * size, rows * d_out * size, d_out * d_in * size)
+    for at_end in (True, False):
+        guarded = [Guarded(bytes(random.randrange(64) for _ in range(amount)), at_end) for amount in sizes]
+        codes, scale, inputs, outputs, unpacked = (buffer.address for buffer in guarded)
+        meta = Guarded(bytes(random.choice((0, 85, 255)) for _ in range(d_out * -(-d_in // 8))), at_end)
+        starts = sorted(random.randint(0, 2 * stored) for _ in range(d_out + 1))
+        offsets = Guarded(b"".join(start.to_bytes(8, "little") for start in starts), at_end)
+        places = (None, None) if dense else (meta.address, offsets.address)
+        matrix = bits, 64, dtype, d_out, d_in, codes, stored, *places, scale
+        for wide in (0, 1):
+            assert library.moonshot_quantized_product(*matrix, inputs, rows, None, outputs, wide, 1) == 0
+        library.moonshot_quantized_unpack(*matrix, 0, d_out, unpacked, 1)
+
+
+def check_all_quantized(library: ctypes.CDLL) -> None:
+    matrix = [c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]
+    library.moonshot_quantized_product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
+    library.moonshot_quantized_unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
+    for bits in (8, 4, 3):
+        for d_out, d_in in ((1, 1), (3, 200), (5, 128), (37, 320)):
+            whole = d_out * ((d_in // 64) * 8 * bits + (d_in % 64 * bits + 7) // 8)
+            for number, rows in enumerate((1, 2, 3, 4, 30)):
+                check_quantized(library, bits, number % 3, (d_out, d_in), rows, whole // 2, False)
+                check_quantized(library, bits, number % 3, (d_out, d_in), rows, whole, True)
+
+
 ROWS = (1, 2, 17, 70, 150)
 
 
@@ -79,6 +111,7 @@ def main(path: str, *sets: str) -> None:
     random.seed(0)
     for name in sets:
         assert library.moonshot_use(name.encode()) == 0
+        check_all_quantized(library)
         for dtype in range(3):
             for d_in, shapes in ((7, ROWS), (257, ROWS), (1100, (70,))):  # the last is summed in parts
                 for counts in ([d_in // 2] * 3, [d_in, 0, random.randint(0, d_in)]):
