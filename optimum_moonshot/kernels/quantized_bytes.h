@@ -11,7 +11,7 @@ INLINE uint64_t load_word(const uint8_t *p, int bytes) {
 /* Turn 8 bytes of c + zero into bytes of c, without a borrow from the next byte. */
 INLINE void store_signed(uint64_t codes, uint64_t zero, int8_t *to) {
     const uint64_t ones = 0x0101010101010101, tops = 0x8080808080808080;
-    codes = ((codes | tops) - zero * ones) ^ tops;
+    codes = zero == 128 ? codes ^ tops : ((codes | tops) - zero * ones) ^ tops;
     memcpy(to, &codes, 8);
 }
 
@@ -42,7 +42,7 @@ INLINE void spread3(const uint8_t *p, int8_t *to) {
 #endif
 
 INLINE void spread(const uint8_t *p, const int bits, int8_t *to) {
-    if (bits == 8) for (int i = 0; i < WORD; i++) to[i] = (int8_t)(p[i] ^ 0x80);
+    if (bits == 8) for (int i = 0; i < WORD; i += 8) store_signed(load_word(p + i, 8), 128, to + i);
     else if (bits == 4) SPREAD4(p, to);
     else SPREAD3(p, to);
 }
