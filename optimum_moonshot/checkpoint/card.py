@@ -182,6 +182,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         sparsity=f"{100 * report.sparsity:.1f}%",
         whole=f"{100 * report.model_sparsity:.1f}%",
         mostly_dense=report.mostly_dense,
+        bits=report.bits_line,
         layers=len(report.layers),
         compaction=escaped(report.compacted),
         format=facts.format,
@@ -224,6 +225,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "target_sparsity": target,
             "sparsity": round(report.sparsity, 6),
             "model_sparsity": round(report.model_sparsity, 6),
+            **_bits(report),
             "sparsity_by_kind": {
                 kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
             },
@@ -263,6 +265,15 @@ def _calibration(report: PruneReport) -> dict[str, Any] | None:
     return None if report.calibration is None else {**report.calibration, "seed": report.config["seed"]}
 
 
+def _bits(report: PruneReport) -> dict[str, Any]:
+    """Bits of the survivors and bits per weight, if weights are quantized."""
+    if not report.quantized:
+        return {}
+    sizes = {"bits_per_weight": report.bits_per_weight, "model_bits_per_weight": report.model_bits_per_weight}
+    bits = sorted({layer.bits for layer in report.layers if layer.bits is not None})
+    return {"bits": bits, **{name: round(size, 4) for name, size in sizes.items() if size is not None}}
+
+
 def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     config, data = report.config, _calibration(report)
     note = " (n of every m inputs survive)" if ":" in config["pattern"] else ""
@@ -276,6 +287,9 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     ]
     options = {"damping": config["damping"], **config.get("solver_options", {})}
     rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
+    if report.quantized:
+        bits = ", ".join(sorted({f"{layer.bits or 'unrounded'}" for layer in report.layers}))
+        rows.append(("bits of the surviving weights", f"{bits}, one scale per {config['quant_group']} inputs of a row"))
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
     if report.rotation is not None and report.rotation.rotated:

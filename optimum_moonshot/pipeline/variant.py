@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..model.layers import PrunableLayer, is_on_disk
 from ..model.offload import Changes, Offloaded
@@ -106,6 +106,7 @@ class Variant:
         rotation = None if self.rotated is None else self.rotated.report
         allocated = layers if self.selection.config.allocation in METHODS[1:] else ()
         targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
+        bits = {layer.name: layer.bits for layer in layers if layer.bits is not None}
         return attach_report(
             prepared,
             self.selection,
@@ -118,13 +119,20 @@ class Variant:
                 "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
                 "recovery": [store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
                 "rotation": rotation,
+                "other_bytes": self._other_bytes(prepared.model),
             },
             {
                 "dense": tuple(self.skipped),
                 "rotation": None if rotation is None else rotation.summary(),
                 "allocated": targets,
+                "bits": bits if self.selection.config.has_budget else None,
             },
         )
+
+    def _other_bytes(self, model: nn.Module) -> int:
+        """Bytes of the parameters that are not in pruned layers; tied ones once."""
+        pruned = {id(layer.parameter) for layer in self.layers}
+        return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in pruned)
 
 
 @dataclass

@@ -15,7 +15,8 @@ from .rotation_report import RotationReport
 from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"
-_DERIVED = ("sparsity", "chosen", "model_sparsity")  # in the JSON, for other programs
+# In the JSON, for other programs.
+_DERIVED = ("sparsity", "chosen", "model_sparsity", "bits_per_weight", "model_bits_per_weight")
 _LEFT = ("notes",)  # left-aligned columns of the table
 
 
@@ -66,6 +67,8 @@ class LayerReport:
     peak_memory: int = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
     notes: tuple[str, ...] = ()
     target_sparsity: float | None = None  # of the layer's pattern
+    bits: int | None = None  # of a surviving weight, if they are quantized
+    packed_bytes: int | None = None  # of the weight in a packed checkpoint
     experts: ExpertChoice | None = None  # of a mixture with fewer experts
     expert_targets: tuple[float, float] | None = None  # minimum and maximum, if each expert has its own
 
@@ -146,6 +149,36 @@ class PruneReport:
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
     compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
     rotation: RotationReport | None = None  # None without one
+    other_bytes: int | None = None  # of the parameters that are not in pruned layers
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the surviving weights of a layer are quantized."""
+        return any(layer.bits is not None for layer in self.layers)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits of the pruned layers in a packed checkpoint, for each of their weights; None if unknown."""
+        sizes = [layer.packed_bytes for layer in self.layers if layer.packed_bytes is not None]
+        weights = sum(math.prod(layer.shape) for layer in self.layers)
+        return 8 * sum(sizes) / weights if len(sizes) == len(self.layers) else None
+
+    @property
+    def model_bits_per_weight(self) -> float | None:
+        """Bits of all parameters in a packed checkpoint, for each of them; None if unknown."""
+        if self.bits_per_weight is None or self.other_bytes is None:
+            return None
+        pruned = self.bits_per_weight * sum(math.prod(layer.shape) for layer in self.layers)
+        return (pruned + 8 * self.other_bytes) / self.parameters
+
+    @property
+    def bits_line(self) -> str:
+        """Bits per weight of the pruned layers and of the model, as text; empty unless weights are quantized."""
+        if not self.quantized or self.bits_per_weight is None:
+            return ""
+        whole = self.model_bits_per_weight
+        model = "" if whole is None else f", {whole:.3f} of the whole model"
+        return f"{self.bits_per_weight:.3f} bits per weight over {len(self.layers)} layers{model}"
 
     @property
     def sparsity(self) -> float:
@@ -282,6 +315,7 @@ class PruneReport:
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
         lines += [self.mostly_dense] if self.mostly_dense else []
         lines.append(f"sparsity {self.headline}; {seconds}; peak memory {self.peak_memory / 2**30:.2f} GiB")
+        lines += [self.bits_line] if self.bits_line else []
         if self.compaction:
             lines.append(f"compacted: {self.compacted}")
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]

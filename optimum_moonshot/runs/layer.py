@@ -11,7 +11,8 @@ from ..calibration.observer import LayerStatistics
 from ..devices import peak_bytes, reset_peak
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern, PerExpert
+from ..objective.patterns import NM, Pattern, PerExpert
+from ..packing import Quantized, find_codec
 from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.variant import Variant
 from ..reports.prune_report import LayerReport, loss_fields
@@ -70,8 +71,16 @@ def solve(
             peak_memory=peak_bytes(device),
             notes=each.notes if calibrated else (),
             target_sparsity=pattern.sparsity,
+            bits=None if pattern.grid is None else pattern.grid.bits,
+            packed_bytes=packed_bytes(each.weight, pattern),
             expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
             **(loss_fields(each.lam, each.masked, each.pruned) if calibrated else {"lam": None}),
         )
         results.append((report, each.weight))
     return results
+
+
+def packed_bytes(weight: Tensor, pattern: Pattern) -> int:
+    """Bytes of a pruned weight [d_out, d_in] in a packed checkpoint, which stores it dense if that is smaller."""
+    codec = find_codec("bitmask") if pattern.grid is None else Quantized.of(pattern.grid)
+    return min(weight.nbytes, codec.packed_bytes(weight, pattern if isinstance(pattern, NM) else None))
