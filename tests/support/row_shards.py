@@ -79,6 +79,8 @@ CASES = {
     "experts beside it": lambda: prune("mixtral", token_batches(7, size=1), solver="cap", lam=0.9),
     "recompute": lambda: prune(recompute=True, solver="cap"),
     "fisher": lambda: prune(allocation="fisher", num_samples=16),
+    "bits": lambda: prune(bits=8, quant_group=64),
+    "bits, cap": lambda: prune(solver="cap", bits=8, quant_group=64),
     "sweep": sweep,
     "path": path,
     "too large for one": lambda: prune(
