@@ -66,7 +66,8 @@ class Grid:
     def codes(self, weight: Tensor, step: Tensor) -> Tensor:
         """The nearest codes, in float32, of weights and their scales `step`, two tensors of one shape."""
         step = step.float()
-        return (weight.float() / step.masked_fill(step == 0, 1)).round_().clamp_(-self.top, self.top)
+        # Adding 0 turns the −0 of small negative weights into 0.
+        return (weight.float() / step.masked_fill(step == 0, 1)).round_().clamp_(-self.top, self.top).add_(0.0)
 
     def values(self, codes: Tensor, step: Tensor) -> Tensor:
         """The weights in `dtype` of codes and their scales `step`, two tensors of one shape."""

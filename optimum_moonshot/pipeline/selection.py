@@ -61,6 +61,15 @@ class Selection:
         """λ of a layer: 1 where the Fisher loss is the attention's alone and the layer is none of it."""
         return self.lam if self.config.fisher == "all" or layer.attention else 1.0
 
+    def on_grid(self, pattern: Pattern, layer: PrunableLayer) -> Pattern:
+        """A pattern of a layer with the grid of its survivors: that of an allocation, else the configuration's."""
+        grid = pattern.grid if self.config.has_budget else self.config.grid
+        return (
+            pattern
+            if grid is None
+            else dataclasses.replace(pattern, grid=dataclasses.replace(grid, dtype=layer.parameter.dtype))
+        )
+
     @property
     def needs_gradients(self) -> bool:
         """Whether some layer has a Fisher loss."""

@@ -6,7 +6,7 @@ Below, the exchange of results between processes, each of which solves some of t
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import torch
@@ -64,9 +64,7 @@ class Variant:
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
         """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""
         pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
-        config, pattern = self.selection.config, pattern.nearest if isinstance(pattern, MixedNM) else pattern
-        grid = pattern.grid if config.has_budget else config.grid
-        return pattern if grid is None else replace(pattern, grid=replace(grid, dtype=layer.parameter.dtype))
+        return self.selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
         """Keep a layer's result, a weight [d_out, d_in] on any device, and add up the time that it took."""

@@ -18,6 +18,7 @@ from ..pipeline.selection import Selection
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..reports.plan import DISK, HOST
+from ..solvers.quantization import quantization_bytes
 from .footprint import ModelFootprint
 
 # The freed memory that a C library retains within a phase, at most: tensors of up to 32 MiB, twice.
@@ -121,7 +122,7 @@ class RunSpec:
 def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
     """The pattern of a layer, before an allocation changes it."""
     pattern = selection.patterns[layer.name]
-    return pattern.nearest if isinstance(pattern, MixedNM) else pattern
+    return selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
 
 
 def problem_size(run: RunSpec, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
@@ -146,9 +147,11 @@ def problem_size(run: RunSpec, layer: PrunableLayer, rows: int = 0) -> ProblemSi
 def solver_bytes(run: RunSpec, layer: PrunableLayer, rows: int) -> int:
     """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
     size, solver = problem_size(run, layer, rows), run.selection.solver
-    work = solver.work(size, pattern_of(run.selection, layer))
+    pattern = pattern_of(run.selection, layer)
+    work = solver.work(size, pattern)
     weights = weight_bytes(layer) if layer.separate else 0
-    return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + weights
+    quantizing = 0 if pattern.grid is None else quantization_bytes(size)
+    return max(work.bytes, quantizing, ruler_bytes(size, solver.objective.diagonal_only)) + weights
 
 
 def weight_bytes(layer: PrunableLayer) -> int:

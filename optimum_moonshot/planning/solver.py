@@ -18,6 +18,7 @@ from ..objective.patterns import Pattern
 from ..objective.problem_size import ProblemSize
 from ..pipeline.solve import weight_losses
 from ..solvers import Solver
+from ..solvers.quantization import on_grid
 from .run_spec import RunSpec, pattern_of, problem_size
 
 # Seconds of a trial, as predicted from smaller ones, at most; or this fraction of the predicted time of the run.
@@ -91,7 +92,7 @@ def _solve(solver: Solver, pattern: Pattern, size: ProblemSize) -> float:
     started = clock(size.device)
     try:
         objective = statistics.objective(weight, size.lam, size.column_block)
-        result = solver.solve(objective, pattern)
+        result = on_grid(solver, objective, solver.solve(objective, pattern), pattern)
         weight_losses(objective, result.weight, result.keep, weight.dtype)
     except FactorizationError:
         pass  # after most of the time

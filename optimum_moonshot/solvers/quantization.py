@@ -18,11 +18,13 @@ from torch import Tensor
 
 from ..objective.grid import Grid
 from ..objective.patterns import Pattern
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from ..objective.row_slices import slices_within, split_range
 from .base import PrunedWeight, Solver
 
 SWEEPS = 4
+STEP = 32  # columns whose gradients are updated after every change; those of others follow once, by a matrix product
 # The descent ends after a sweep that reduces the loss of the rows by less than this fraction.
 TOLERANCE = 1e-3
 # Factors of the Fisher term, or matrices, of the rows that are quantized together.
@@ -62,6 +64,13 @@ def on_grid(solver: Solver, objective: Objective, result: PrunedWeight, pattern:
     if pattern.grid is None or solver.quantizes:
         return result
     return dataclasses.replace(result, weight=quantize(objective, result.weight, result.keep, pattern.grid).float())
+
+
+def quantization_bytes(size: ProblemSize) -> int:
+    """Memory of `quantize` at the peak."""
+    shared = size.groups == 1 and size.max_rank < size.size
+    row = 4 * size.inputs * (8 + 2 * (size.max_rank if shared else size.size))
+    return min(size.rows * row, max(row, STATE_BYTES)) + 20 * size.weights + 8 * size.size**2
 
 
 class ColumnRounding:
@@ -180,25 +189,47 @@ class _Descent:
         return gained + (self._rescale(columns, gradient, inner, factors) if self.rescales else 0.0)
 
     def _change_codes(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
-        """Change one code of each row at a time; updates the gradient."""
-        values, step, keep = self.values[:, columns], self.step[:, columns], self.keep[:, columns]
-        vectors = factors.permute(2, 0, 1).contiguous()  # [columns, rows, N]
-        curvature = inner.diagonal(dim1=-2, dim2=-1) + vectors.square().sum(2).T
+        """Change one code of each row at a time, in blocks of columns; updates the gradient."""
+        gained = 0.0
+        for block in split_range(0, columns.stop - columns.start, STEP):
+            part = slice(columns.start + block.start, columns.start + block.stop)
+            before = self.values[:, part].clone()
+            gained += self._change_block(part, gradient[:, block], inner[..., block, block], factors[:, :, block])
+            changes = self.values[:, part] - before
+            projected = _project(factors[:, :, block], changes)
+            gradient += _apply(changes, inner[..., block, :]) + _apply(projected, factors)
+            self.products += projected
+        return gained
+
+    def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
+        """As `_change_codes`, for few columns, with contiguous copies of them as rows."""
+        matrices = inner.ndim == 3
+        values, step, slopes = (
+            each.T.contiguous() for each in (self.values[:, columns], self.step[:, columns], gradient)
+        )
+        removed, vectors = ~self.keep[:, columns].T.contiguous(), factors.permute(2, 0, 1).contiguous()
+        diagonal = inner.diagonal(dim1=-2, dim2=-1)
+        curvature = (diagonal.T if matrices else diagonal[:, None]) + vectors.square().sum(2)
+        safe = curvature.clamp(min=_TINY)
+        removed |= curvature <= 0
         projected, gained = torch.zeros_like(self.products), torch.zeros((), device=values.device)
-        for column in keep.any(0).nonzero()[:, 0].tolist():
-            value, bend = values[:, column], curvature[:, column]
-            slope = gradient[:, column] + (vectors[column] * projected).sum(1)
-            minimiser = value - slope / bend.clamp(min=_TINY)
-            candidate = self.grid.values(self.grid.codes(minimiser, step[:, column]), step[:, column]).float()
-            change = (candidate - value).masked_fill_(~keep[:, column] | (bend <= 0), 0)
+        for column in (~removed).any(1).nonzero()[:, 0].tolist():
+            value, bend, slope = values[column], curvature[column], slopes[column]
+            if vectors.shape[2]:
+                slope = slope + (vectors[column] * projected).sum(1)
+            candidate = self.grid.values(self.grid.codes(value - slope / safe[column], step[column]), step[column])
+            change = (candidate.float() - value).masked_fill_(removed[column], 0)
             decrease = -change * (2 * slope + change * bend)
             change.masked_fill_(decrease <= 0, 0)
             gained += decrease.clamp_(min=0).sum()
-            values[:, column] += change
-            gradient += change[:, None] * inner[..., column, :]
-            projected += vectors[column] * change[:, None]
-        self.products += projected
-        gradient += _apply(projected, factors)
+            value += change
+            if matrices:
+                slopes.addcmul_(inner[:, column].T, change[None])
+            else:
+                slopes.addr_(inner[column], change)
+            if vectors.shape[2]:
+                projected += vectors[column] * change[:, None]
+        self.values[:, columns] = values.T
         return float(gained)
 
     def _rescale(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:

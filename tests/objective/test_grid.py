@@ -86,3 +86,8 @@ def test_the_search_ignores_inputs_without_importance() -> None:
 def test_invalid_grids_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(MoonshotError, match=message):
         Grid(*arguments)
+
+
+def test_small_negative_weights_are_rounded_to_positive_zero() -> None:
+    codes = Grid(4).codes(torch.tensor([-0.1, 0.1]), torch.ones(2))
+    assert not torch.signbit(codes).any()
