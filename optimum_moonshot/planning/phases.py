@@ -84,6 +84,8 @@ def recovery(trace: MemoryTrace) -> None:
     run = trace.run
     samples = min(part_size(run.samples), run.batch)
     per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
+    config = run.selection.config
+    per_weight += 8 if config.bits or config.has_budget else 0  # the weight on the grid and its gradient
     streams = [
         trace.allocate("streams", run.footprint.hidden * count // run.batch, "recovery") for count in 2 * run.sizes
     ]

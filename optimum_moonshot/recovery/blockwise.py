@@ -75,7 +75,7 @@ class Recovery:
         self.gradual: Gradual | None = None
         if self.config.recover == "gradual":
             solver, steps = variant.selection.solver, self.config.recover_steps
-            self.gradual = Gradual(solver, variant.pattern_of, steps, self.batches, self.backoff)
+            self.gradual = Gradual(solver, steps, self.batches, self.backoff)
         self.where = sequence[0].name  # the current block
 
     @classmethod
@@ -150,7 +150,8 @@ class Recovery:
         solved = [layer for layer in self.structure.layers() if layer in self.store]
         layers = [layer for layer in solved if id(layer.parameter) in parameters]
         tuned = {layer.name for layer in layers if modules.issuperset(layer.modules)}
-        return Student(block, [(layer, self.store.weight(layer)) for layer in layers], tuned)
+        patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
+        return Student(block, [(layer, self.store.weight(layer)) for layer in layers], tuned, patterns)
 
     def _recover(self, stage: RecoveryStage) -> tuple[BlockReport, Tensors]:
         started, student, task = time.perf_counter(), stage.student, stage.task

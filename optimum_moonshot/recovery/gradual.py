@@ -11,6 +11,7 @@ gain of λ < 1 in one shot (docs/measured.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,13 +34,13 @@ STAGES = 6  # fewer lose accuracy; each costs a pass of the data through the blo
 
 
 def stage_patterns(pattern: Pattern) -> list[Pattern]:
-    """The patterns of a layer in each stage; the last is its final pattern."""
+    """The patterns of a layer in each stage; the last is its final pattern, and the only one with its grid."""
     fractions = [1 - (1 - q / STAGES) ** 3 for q in range(1, STAGES)]
     if isinstance(pattern, NM):
         removed = [round(fraction * (pattern.m - pattern.n)) for fraction in fractions]
         return [*(NM(pattern.m - count, pattern.m) for count in removed), pattern]
     assert not isinstance(pattern, Experts)  # a separate run removes them
-    return [*(pattern.times(fraction) for fraction in fractions), pattern]
+    return [*(replace(pattern.times(fraction), grid=None) for fraction in fractions), pattern]
 
 
 class StagePruning(StatisticsTask):
@@ -83,18 +84,17 @@ class StagePruning(StatisticsTask):
 class Gradual:
     """Prunes and tunes blocks in stages; half of the steps of a block follow the last stage, the others the rest.
 
-    `patterns` has the final pattern of a layer; `batches` may become smaller by backoff.
+    `batches` may become smaller by backoff.
     """
 
     def __init__(
         self,
         solver: Solver,
-        patterns: Callable[[PrunableLayer], Pattern],
         steps: int,
         batches: Callable[[], Sequence[Batch]],
         backoff: Backoff,
     ):
-        self.solver, self.patterns, self.batches, self.backoff = solver, patterns, batches, backoff
+        self.solver, self.batches, self.backoff = solver, batches, backoff
         self.between = steps // (2 * (STAGES - 1))
 
     def tune(self, student: Student, task: BlockTask, tuner: Tuner) -> list[str]:
@@ -111,10 +111,11 @@ class Gradual:
         for stage in range(STAGES):
             if stage:
                 tuner.settle(self.between)
-            patterns = {layer.name: stage_patterns(self.patterns(layer))[stage] for layer in student.layers}
+            patterns = {layer.name: stage_patterns(student.patterns[layer.name])[stage] for layer in student.layers}
             weights, solver_notes = self._solve(student, task, patterns)
             student.prune({**pruned, **weights})
             notes += solver_notes
+        student.to_grids()
         return [*dict.fromkeys(notes), *tuner.finish()]
 
     def _solve(self, student: Student, task: BlockTask, patterns: Mapping[str, Pattern]) -> tuple[Tensors, list[str]]:

@@ -3,6 +3,7 @@
 The user's model is not changed: `torch.func.functional_call` runs its code with these copies.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +17,11 @@ from ..errors import require
 from ..model.calls import BlockCall, first_tensor, join_hidden, to_device
 from ..model.layers import Block, PrunableLayer
 from ..model.losses import token_mask
+from ..objective.patterns import Pattern
+from .grid_weights import GridWeight
 
 TINY = 1e-12  # lower bound of |target|² in the relative error
+SCALE_LR = 0.1  # learning rate of the scales of a grid, relative to that of the weights
 
 Tensors = dict[str, Tensor]
 
@@ -26,26 +30,40 @@ class Student:
     """The tensors of a dense block with its pruned weights in float32.
 
     `weights` has the pruned matrix [d_out, d_in] of every layer with a parameter in the block; only those of `tuned`
-    are trained.
+    are trained. A layer whose pattern has a grid trains latent weights and the scales of the grid.
     """
 
-    def __init__(self, block: Block, weights: list[tuple[PrunableLayer, Tensor]], tuned: set[str]):
+    def __init__(
+        self,
+        block: Block,
+        weights: list[tuple[PrunableLayer, Tensor]],
+        tuned: set[str],
+        patterns: Mapping[str, Pattern] | None = None,
+    ):
         parameters = dict(block.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.dense = {**parameters, **dict(block.module.named_buffers())}
         replaced = {names[id(layer.parameter)] for layer, _ in weights}
         others = {name: tensor.detach() for name, tensor in self.dense.items() if name not in replaced}
-        self.tensors = {name: _float32(tensor) for name, tensor in others.items()}
+        self.latent = {name: _float32(tensor) for name, tensor in others.items()}
         self.trained: dict[str, PrunableLayer] = {}  # by the name of the tensor
         self.keep: Tensors = {}  # bool, True where a weight survives and trains
+        self.patterns = patterns or {}  # by layer, with the dtype of the model
+        self.grids: dict[str, GridWeight] = {}  # of the layers that train on a grid, by the name of the tensor
         for layer, weight in weights:
             name = names[id(layer.parameter)]
             pruned = layer.as_parameter(weight).to(layer.parameter.device, torch.float32, copy=True).contiguous()
             trains = layer.name in tuned and bool(pruned.any())
-            self.tensors[name] = parameter = nn.Parameter(pruned, requires_grad=trains)
+            self.latent[name] = parameter = nn.Parameter(pruned, requires_grad=trains)
             if trains:
                 self.trained[name] = replace(layer, substitute=parameter)
                 self.keep[name] = pruned != 0
+        self.to_grids()
+
+    @property
+    def tensors(self) -> Tensors:
+        """The block's tensors in float32, with gradients of all that trains."""
+        return {**self.latent, **{name: weight.parameter() for name, weight in self.grids.items()}}
 
     @property
     def layers(self) -> list[PrunableLayer]:
@@ -54,13 +72,18 @@ class Student:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [layer.parameter for layer in self.layers]
+        return [layer.parameter for layer in self.layers] + [weight.scale for weight in self.grids.values()]
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups: the rate of a layer is `lr` times the root mean square of its surviving weights."""
+        """Optimizer groups: the rate of a layer is `lr` times the root mean square of its surviving weights.
+
+        That of its scales is `SCALE_LR` · `lr` times their root mean square.
+        """
+        trained = [(layer.parameter, self.keep[name], lr) for name, layer in self.trained.items()]
+        trained += [(weight.scale, weight.scale != 0, SCALE_LR * lr) for weight in self.grids.values()]
         return [
-            {"params": [layer.parameter], "lr": lr * float(layer.parameter.detach()[keep].square().mean().sqrt())}
-            for layer, keep in zip(self.layers, self.keep.values(), strict=True)
+            {"params": [parameter], "lr": rate * float(parameter.detach()[keep].square().mean().sqrt())}
+            for parameter, keep, rate in trained
         ]
 
     def mask_gradients(self) -> None:
@@ -81,7 +104,8 @@ class Student:
 
     @torch.no_grad()
     def to_dense(self) -> None:
-        """Reset every trained layer to its dense weight."""
+        """Reset every trained layer to its dense weight; it trains freely until `to_grids`."""
+        self.grids.clear()
         for name, layer in self.trained.items():
             layer.parameter.copy_(self.dense[name])
 
@@ -92,6 +116,19 @@ class Student:
             if layer.name in weights:
                 layer.assign(weights[layer.name])
                 self.keep[name] = layer.parameter.detach() != 0
+
+    def to_grids(self) -> None:
+        """Train the layers whose patterns have grids on them from now on.
+
+        Raises:
+            MoonshotError: their weights are not on the grids.
+        """
+        for name, layer in self.trained.items():
+            pattern = self.patterns.get(layer.name)
+            if pattern is not None and pattern.grid is not None:
+                self.grids[name] = GridWeight.restore(layer, pattern.grid)
+                if not pattern.sparsity:  # a zero is a code, no removed weight
+                    self.keep[name].fill_(True)
 
     def snapshot(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]
