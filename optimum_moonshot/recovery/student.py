@@ -21,7 +21,7 @@ from ..objective.patterns import Pattern
 from .grid_weights import GridWeight
 
 TINY = 1e-12  # lower bound of |target|² in the relative error
-SCALE_LR = 0.1  # learning rate of the scales of a grid, relative to that of the weights
+SCALE_LR = 0.3  # learning rate of the scales of a grid, relative to that of the weights
 
 Tensors = dict[str, Tensor]
 
