@@ -45,7 +45,7 @@ def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
     assert verdict(device=torch.device("mps")) == (False, "no kernel for mps")
     monkeypatch.setattr(bitmask_speed, "find_library", lambda: None)
     assert verdict() == (False, "no compiled kernel here")
-    monkeypatch.setattr(bitmask_speed, "find_gpu_kernels", lambda: None)
+    monkeypatch.setattr(bitmask_speed, "find_gpu_kernels", lambda *_: None)
     assert verdict(device=torch.device("cuda")) == (False, "no kernel for cuda: Triton is missing")
     assert Codec.decoding(find_codec("bitmask"), (9, 9), None, 0.1, torch.float32, CPU) == (
         False,
@@ -56,7 +56,7 @@ def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
 def test_unmeasured_hardware_is_timed(monkeypatch):
     gains = iter([1.3, 0.8, 1.3, 0.8])
     monkeypatch.setattr(bitmask_speed, "_gain", lambda *facts: next(gains))
-    monkeypatch.setattr(bitmask_speed, "find_gpu_kernels", lambda: bitmask_speed)
+    monkeypatch.setattr(bitmask_speed, "find_gpu_kernels", lambda *_: bitmask_speed)
     library = SimpleNamespace(instruction_set="neon", computes=lambda dtype: True)
     monkeypatch.setattr(bitmask_speed, "find_library", lambda: library)
     for device, name in ((CPU, "neon"), (torch.device("cuda", 0), "Triton")):
