@@ -4,8 +4,8 @@ The C library is compiled at installation if there is a compiler; Triton is part
 """
 
 import logging
-from importlib import import_module
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 
 from .library import Library, QuantizedMatrix, find_library
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 @lru_cache
 def find_gpu_kernels(formats: str) -> ModuleType | None:
-    """The module of the GPU kernels for "bitmask" or "quantized" formats; None, with a warning, if Triton is missing."""
+    """The module of the kernels for "bitmask" or "quantized" formats; None, with a warning, if Triton is missing."""
     try:
         return import_module(f".triton_{formats}", __name__)
     except ImportError as error:

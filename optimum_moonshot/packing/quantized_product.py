@@ -93,7 +93,7 @@ def _gpu_product(inputs: Tensor, matrix: QuantizedTensors, bias: Tensor | None) 
 def _gpu_dense(matrix: QuantizedTensors, d_in: int) -> Tensor:
     kernels = find_gpu_kernels("quantized")
     assert kernels is not None
-    return kernels.unpack(*_with_offsets(matrix, d_in), d_in)  # type: ignore[no-any-return]
+    return kernels.unpack(*_with_offsets(matrix, d_in), d_in)
 
 
 def _with_offsets(matrix: QuantizedTensors, d_in: int) -> QuantizedTensors:

@@ -1,4 +1,4 @@
-"""The GPU kernels of quantized matrices, on a GPU or interpreted (conftest.py decides): the numbers of the dense ones."""
+"""The GPU kernels of quantized matrices, on a GPU or interpreted (conftest.py decides): the same numbers as dense."""
 
 import itertools
 import os
