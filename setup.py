@@ -20,6 +20,7 @@ INSTRUCTIONS = {
     "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
     "avx512.c": WIDE,
+    "quantized_amx.c": [*WIDE, "-mavx512vbmi", "-mavx512vbmi2", "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
     "quantized_avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
     "quantized_vnni.c": [*WIDE, "-mavx512vbmi", "-mavx512vbmi2", "-mavx512vnni"],
     "vbmi2.c": [*WIDE, "-mavx512vbmi2"],

@@ -5,6 +5,7 @@ The C library is compiled at installation if there is a compiler; Triton is part
 
 import logging
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 
 from .library import Library, QuantizedMatrix, find_library
@@ -15,11 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 @lru_cache
-def find_gpu_kernels() -> ModuleType | None:
-    """The module of the GPU kernels; None, with one warning, if Triton is missing."""
+def find_gpu_kernels(formats: str) -> ModuleType | None:
+    """The module of the kernels for "bitmask" or "quantized" formats; None, with a warning, if Triton is missing."""
     try:
-        from . import triton_bitmask
+        return import_module(f".triton_{formats}", __name__)
     except ImportError as error:
-        _log.warning("packed weights are unpacked at every call: Triton is missing (%s)", error)
+        _log.warning("%s weights are unpacked at every call: Triton is missing (%s)", formats, error)
         return None
-    return triton_bitmask

@@ -33,7 +33,7 @@ static int may_use_tiles(void) {
 #endif
 }
 
-/* Bits for avx2, avx512, vbmi2, amx, and 8-bit products with AVX-512: supported by the CPU, and saved by the operating system at context switches. */
+/* Bits for avx2, avx512, vbmi2, amx, and 8-bit products with AVX-512 and with AMX: supported by the CPU, and saved by the operating system at context switches. */
 static int supported_sets(void) {
     unsigned a, b, c, d, b7, c7, d7, a71 = 0, sets = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -53,7 +53,8 @@ static int supported_sets(void) {
     sets |= 4;
     if ((c7 & (1u << 1 | 1u << 11)) == (1u << 1 | 1u << 11)) sets |= 16; /* VBMI, VNNI */
     const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BF16 */
-    if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) sets |= 8;
+    if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles())
+        sets |= d7 & 1u << 25 ? 8 | 32 : 8; /* AMX-INT8 */
     return (int)sets;
 }
 #elif defined(__aarch64__)
@@ -82,7 +83,7 @@ static const struct instruction_set {
     {"avx2", &moonshot_avx2, &sets[0], 1, 0, &moonshot_quantized_avx2, 1},
     {"avx512", &moonshot_avx512, &sets[0], 2, 0, NULL, 0},
     {"vbmi2", &moonshot_vbmi2, &sets[2], 4, 0, &moonshot_quantized_vnni, 16},
-    {"amx", &moonshot_amx, &sets[3], 8, 1, NULL, 0},
+    {"amx", &moonshot_amx, &sets[3], 8, 1, &moonshot_quantized_amx, 48},
 #elif defined(__aarch64__)
     {"neon", &moonshot_neon, &sets[0], 0, 0, &moonshot_quantized_neon, 1},
 #endif

@@ -59,7 +59,7 @@ typedef struct {
 
 /* The kernels of an instruction set; empty if the compiler does not support it. */
 extern const quantized_kernel moonshot_quantized_portable, moonshot_quantized_avx2, moonshot_quantized_vnni,
-    moonshot_quantized_neon;
+    moonshot_quantized_amx, moonshot_quantized_neon;
 extern const quantized_kernel *moonshot_quantized; /* the one in use */
 
 /* Length of a row of inputs: whole blocks, and one more, so that rows of 2^n inputs use different sets of a cache. */

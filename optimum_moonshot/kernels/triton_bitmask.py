@@ -113,7 +113,7 @@ def _regular(
 
 
 @triton.jit
-def _ones(byte):
+def count_ones(byte):
     """Number of set bits of a byte; Triton has no portable popcount."""
     pairs = byte - ((byte >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
@@ -128,17 +128,17 @@ def _tile(
     at = start + tl.arange(0, BYTES)
     inside = (row < d_out)[:, None] & (at < width)[None, :]
     byte = tl.load(meta + row[:, None] * width + at[None, :], mask=inside, other=0).to(tl.int32)
-    ones = _ones(byte)
+    ones = count_ones(byte)
     before = base[:, None] + (tl.cumsum(ones, 1) - ones)
     bit = tl.arange(0, 8)[None, None, :]
     mark = (byte[:, :, None] >> bit) & 1
-    place = before[:, :, None] + _ones(byte[:, :, None] & ((1 << bit) - 1))
+    place = before[:, :, None] + count_ones(byte[:, :, None] & ((1 << bit) - 1))
     weight = tl.load(values + place, mask=mark == 1, other=0.0)
     return tl.reshape(weight, (ROWS, 8 * BYTES)), tl.sum(ones, 1)
 
 
 @triton.jit
-def _begin(offsets, row, d_out, stride, FLAT: tl.constexpr):
+def row_starts(offsets, row, d_out, stride, FLAT: tl.constexpr):
     """Index of the first value of each row."""
     if FLAT:
         return tl.load(offsets + row, mask=row < d_out, other=0)
@@ -152,7 +152,7 @@ def _any(
 ):  # fmt: skip
     """Multiply by inputs: the number of bits before each is the index of its value."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    base = _begin(offsets, row, d_out, stride, FLAT)
+    base = row_starts(offsets, row, d_out, stride, FLAT)
     sample = tl.arange(0, 16)
     one = tl.zeros((ROWS, 8 * BYTES), tl.float32)
     many = tl.zeros((16, ROWS), tl.float32)
@@ -183,7 +183,7 @@ def _unpack(
     FLAT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    base = _begin(offsets, row, d_out, stride, FLAT)
+    base = row_starts(offsets, row, d_out, stride, FLAT)
     for start in range(0, width, BYTES):
         weight, count = _tile(values, meta, row, base, start, d_out, d_in, width, ROWS, BYTES)
         base += count

@@ -109,7 +109,7 @@ class Bitmask(Codec):
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
-        return decoding(shape, pattern, fraction, dtype, device)
+        return decoding(self, shape, pattern, fraction, dtype, device)
 
     def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         values, meta = (parts[suffix] for suffix in self.suffixes)

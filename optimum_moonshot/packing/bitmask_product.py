@@ -82,14 +82,14 @@ def _product(
 
 def _is_for_gpu(inputs: Tensor, values: Tensor) -> bool:
     supported = inputs.dtype == values.dtype and values.dtype.itemsize <= 4
-    return inputs.is_cuda and supported and find_gpu_kernels() is not None
+    return inputs.is_cuda and supported and find_gpu_kernels("bitmask") is not None
 
 
 def _gpu_product(
     inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
 ) -> Tensor:
     """As `_product`: few rows, bound by memory bandwidth, use the packed matrix; more rows use the unpacked one."""
-    kernels, flat = find_gpu_kernels(), inputs.reshape(-1, inputs.shape[-1])
+    kernels, flat = find_gpu_kernels("bitmask"), inputs.reshape(-1, inputs.shape[-1])
     assert kernels is not None
     offsets = find_offsets(values, meta, flat.shape[1]) if offsets is None else offsets
     if len(flat) > kernels.MOST_ROWS:

@@ -12,10 +12,11 @@ from ..errors import require
 from ..kernels import find_library
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.patterns import NM
-from .bitmask_speed import LEAST, SLOWER
+from .bitmask_speed import SLOWER
 from .codec import INPUTS, Codec, Parts, Verdict
 from .quantized import check_packed, find_offsets, pack, packed_bytes, unpack
 from .quantized_product import QuantizedTensors, quantized_linear
+from .timing import LEAST, gpu_lacks, timed_verdict
 
 _NAME = re.compile(r"int([0-9])g([1-9][0-9]{0,8})")
 
@@ -134,10 +135,15 @@ class Quantized(Codec):
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
-        """As `Codec.decoding`: a compiled product with rounded inputs is faster; it reads at most half of the bytes."""
-        library = find_library() if device.type == "cpu" else None
+        """As `Codec.decoding`: a compiled product with rounded inputs is faster; it reads at most half of the bytes.
+
+        The GPU kernels are timed.
+        """
+        if device.type != "cpu":
+            return self._gpu_decoding(shape, pattern, fraction, dtype, device)
+        library = find_library()
         if library is None:
-            return Verdict(False, f"no kernel for integer codes on {device.type}")
+            return Verdict(False, "no compiled kernel here")
         if self.inputs != INPUTS[0]:
             return Verdict(False, "the kernel is slower for inputs that are not rounded")
         if library.instruction_set in SLOWER:
@@ -147,6 +153,19 @@ class Quantized(Codec):
         if shape[0] * shape[1] < LEAST:
             return Verdict(False, f"smaller than {LEAST} weights")
         return Verdict(True, f"{library.instruction_set} kernels for {self.name}")
+
+    def _gpu_decoding(
+        self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
+    ) -> Verdict:
+        lacks = gpu_lacks("quantized", dtype, device)
+        if lacks is not None:
+            return Verdict(False, lacks)
+        if shape[0] * shape[1] < LEAST:
+            return Verdict(False, f"smaller than {LEAST} weights")
+        # Bits per weight: those of a bitmask, unless all weights are stored, a scale per group, and the codes.
+        codes = 8 * dtype.itemsize * (fraction - 1 / self.group)
+        share = 1.0 if codes > self.bits - 0.01 else (codes - 1) / self.bits
+        return timed_verdict(self, shape, pattern, share, dtype, device, "Triton")
 
     def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         codes, scale, meta = (parts[suffix] for suffix in self.suffixes)

@@ -1,8 +1,8 @@
 """The product with a matrix in a format "int{bits}g{group}", as operators of torch, like those of `bitmask_product`.
 
 ``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
-multiplies directly with the packed W. For gradients, and where there is no library, tiles of W are unpacked, so that no
-dense copy of W is written to memory.
+multiplies directly with the packed W, and so do GPU kernels with few rows of x. For gradients, and where there is no
+library, tiles of W are unpacked, so that no dense copy of W is written to memory; GPU kernels unpack all of W.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import QuantizedMatrix, find_library
+from ..kernels import QuantizedMatrix, find_gpu_kernels, find_library
 from ..objective.grid import Grid
 from ..objective.row_slices import split_range
-from .quantized import library_matrix, unpacked_slices
+from .quantized import DTYPES, find_offsets, library_matrix, unpacked_slices
 
 _TILE = 1 << 20  # bytes of a tile of unpacked rows, as in `bitmask_product`
 _MOST_WIDE = 4  # rows of inputs that are not rounded; above, torch's product with tiles is faster
@@ -60,6 +60,8 @@ def _product(
     bias: Tensor | None,
     wide: bool,
 ) -> Tensor:
+    if _is_for_gpu(inputs, scale):
+        return _gpu_product(inputs, QuantizedTensors(codes, scale, meta, offsets, bits, group), bias)
     library, flat = find_library(), inputs.reshape(-1, inputs.shape[-1])
     matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[-1], offsets)
     outputs = inputs.new_empty(*inputs.shape[:-1], len(scale))
@@ -69,6 +71,34 @@ def _product(
     for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, inputs.shape[-1]):
         outputs[..., rows] = functional.linear(inputs, tile, None if bias is None else bias[rows])
     return outputs
+
+
+def _is_for_gpu(inputs: Tensor, scale: Tensor) -> bool:
+    supported = inputs.dtype == scale.dtype and scale.dtype in DTYPES
+    return inputs.is_cuda and supported and find_gpu_kernels("quantized") is not None
+
+
+def _gpu_product(inputs: Tensor, matrix: QuantizedTensors, bias: Tensor | None) -> Tensor:
+    """As `_product`, with inputs that are not rounded: few rows, bound by memory bandwidth, use the packed matrix."""
+    kernels, d_in = find_gpu_kernels("quantized"), inputs.shape[-1]
+    assert kernels is not None
+    flat = inputs.reshape(-1, d_in)
+    if len(flat) > kernels.MOST_ROWS:
+        return functional.linear(inputs, _gpu_dense(matrix, d_in), bias)
+    outputs = kernels.linear(flat, *_with_offsets(matrix, d_in))
+    outputs = outputs if bias is None else outputs + bias
+    return outputs.view(*inputs.shape[:-1], len(matrix.scale))
+
+
+def _gpu_dense(matrix: QuantizedTensors, d_in: int) -> Tensor:
+    kernels = find_gpu_kernels("quantized")
+    assert kernels is not None
+    return kernels.unpack(*_with_offsets(matrix, d_in), d_in)
+
+
+def _with_offsets(matrix: QuantizedTensors, d_in: int) -> QuantizedTensors:
+    offsets = find_offsets(matrix.meta, d_in, matrix.bits) if matrix.offsets is None else matrix.offsets
+    return matrix._replace(offsets=offsets)
 
 
 def _takes(x: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
@@ -102,6 +132,8 @@ def _transposed(
     d_in: int,
 ) -> Tensor:
     """y W: [..., d_out] → [..., d_in]."""
+    if _is_for_gpu(outputs, scale):
+        return outputs @ _gpu_dense(QuantizedTensors(codes, scale, meta, offsets, bits, group), d_in)
     wider = torch.promote_types(outputs.dtype, torch.float32)
     sums = torch.zeros(*outputs.shape[:-1], d_in, dtype=wider, device=outputs.device)
     matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, d_in, offsets)

@@ -3,6 +3,7 @@
 import itertools
 import os
 
+import emulated_kernels
 import pytest
 import reference_quantized as reference
 import torch
@@ -20,9 +21,20 @@ ROWS = [1, 2, 3, 5, 16, 17, 70]
 SHAPES = [(1, 64, 64), (2, 1, 64), (5, 257, 64), (33, 300, 128), (70, 640, 256), (6, 777, 1024)]  # and a group
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A file with the kernels for AMX, emulated."""
+    if "vbmi2" not in SETS:
+        pytest.skip("the other kernels need AVX-512 VBMI2 and VNNI")
+    return emulated_kernels.build(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(params=[*SETS, pytest.param("emulated amx", marks=pytest.mark.slow)])
 def kernels(request):
     """The library, with each instruction set in turn."""
+    if request.param == "emulated amx":
+        yield emulated_kernels.emulated(LIBRARY, request.getfixturevalue("compiled"), "amx")
+        return
     LIBRARY.use(request.param)
     yield LIBRARY
     LIBRARY.use(os.environ.get("MOONSHOT_KERNELS"))
@@ -148,3 +160,16 @@ def test_damaged_metadata_ends_no_process(kernels):
                 for rows in (1, 20):
                     kernels.quantized_product(torch.ones(rows, 300).bfloat16(), damaged, None)
                 kernels.quantized_unpack(torch.empty(70, 300).bfloat16(), damaged)
+
+
+@pytest.mark.slow
+def test_products_with_tiles_are_those_with_vectors_bit_for_bit(compiled):
+    generator = torch.Generator().manual_seed(2)
+    for number, ((_, _, matrix), _) in enumerate(cases(torch.float32)):
+        for rows in (16, 17, 33, 40)[number % 2 :: 2]:
+            inputs = torch.randn(rows, matrix.shape[1], generator=generator)
+            tiles, vectors = (
+                emulated_kernels.emulated(LIBRARY, compiled, kernel).quantized_product(inputs, matrix, None)
+                for kernel in ("amx", "vnni")
+            )
+            assert torch.equal(tiles, vectors)

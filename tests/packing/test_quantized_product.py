@@ -12,7 +12,7 @@ from torch import nn
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask_speed, find_codec, quantized, quantized_codec, quantized_product
+from optimum_moonshot.packing import bitmask_speed, find_codec, quantized, quantized_codec, quantized_product, timing
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 PATTERNS = [None, NM(2, 4), NM(4, 4)]
@@ -193,7 +193,6 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
     def verdict(shape=(1024, 1024), dtype=torch.bfloat16, device="cpu"):
         return codec.decoding(shape, NM(2, 4), 0.2, dtype, torch.device(device))
 
-    assert verdict(device="cuda") == (False, "no kernel for integer codes on cuda")
     if library is not None:
         fast = library.instruction_set not in bitmask_speed.SLOWER
         assert verdict().faster == fast
@@ -206,4 +205,27 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
         monkeypatch.setattr(library, "instruction_set", "portable")
         assert verdict() == (False, "the portable kernel is slower")
     monkeypatch.setattr(quantized_codec, "find_library", lambda: None)
-    assert verdict() == (False, "no kernel for integer codes on cpu")
+    assert verdict() == (False, "no compiled kernel here")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "pattern"), [("int4g128", NM(2, 4)), ("int8g64", None), ("int3g128", None)])
+def test_the_kernels_of_gpus_are_timed_with_as_many_weights(name, pattern, dtype, monkeypatch):
+    timed = []
+    codec, device = find_codec(name), torch.device("cuda")
+    monkeypatch.setattr(timing, "find_gpu_kernels", lambda *_: timing)
+    monkeypatch.setattr(timing, "_gain", lambda *facts: timed.append(facts) or 1.25)
+    for share in (1.0, 0.3):
+        weight = torch.where(torch.rand(512, 1024) < share, 1, 0).to(dtype)
+        weight = weight if pattern is None else weight * pattern.keep(torch.rand(512, 1024))
+        fraction = codec.packed_bytes(weight, pattern) / weight.nbytes
+        verdict = codec.decoding((512, 1024), pattern, fraction, dtype, device)
+        assert verdict == (True, "Triton kernels, 1.25 times the dense speed when tried")
+        assert timed[-1][:3] == (codec, (512, 1024), pattern) and timed[-1][4:] == (dtype, device)
+        assert abs(timed[-1][3] - (1 if pattern else share)) <= 0.03  # blocks are padded
+    assert codec.decoding((8, 8), pattern, 0.2, dtype, device) == (False, f"smaller than {timing.LEAST} weights")
+    assert codec.decoding((512, 1024), pattern, 0.2, torch.float64, device) == (False, "no kernel for torch.float64")
+    assert codec.decoding((512, 1024), pattern, 0.2, dtype, torch.device("mps")) == (False, "no kernel for mps")
+    monkeypatch.setattr(timing, "find_gpu_kernels", lambda *_: None)
+    missing = codec.decoding((512, 1024), pattern, 0.2, dtype, device)
+    assert missing == (False, "no kernel for cuda: Triton is missing")

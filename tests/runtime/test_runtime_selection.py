@@ -12,7 +12,7 @@ from packed_models import MIXED, held
 from optimum_moonshot import MoonshotError, MoonshotPrunedCheckpoint, load_pruned
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Bitmask, Codec, bitmask_speed, find_codec
+from optimum_moonshot.packing import Bitmask, Codec, bitmask_speed, find_codec, timing
 
 AUTO = hf.AutoModelForCausalLM
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
     assert verdict(device=torch.device("mps")) == (False, "no kernel for mps")
     monkeypatch.setattr(bitmask_speed, "find_library", lambda: None)
     assert verdict() == (False, "no compiled kernel here")
-    monkeypatch.setattr(bitmask_speed, "find_gpu_kernels", lambda: None)
+    monkeypatch.setattr(timing, "find_gpu_kernels", lambda *_: None)
     assert verdict(device=torch.device("cuda")) == (False, "no kernel for cuda: Triton is missing")
     assert Codec.decoding(find_codec("bitmask"), (9, 9), None, 0.1, torch.float32, CPU) == (
         False,
@@ -55,8 +55,8 @@ def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
 
 def test_unmeasured_hardware_is_timed(monkeypatch):
     gains = iter([1.3, 0.8, 1.3, 0.8])
-    monkeypatch.setattr(bitmask_speed, "_gain", lambda *facts: next(gains))
-    monkeypatch.setattr(bitmask_speed, "find_gpu_kernels", lambda: bitmask_speed)
+    monkeypatch.setattr(timing, "_gain", lambda *facts: next(gains))
+    monkeypatch.setattr(timing, "find_gpu_kernels", lambda *_: timing)
     library = SimpleNamespace(instruction_set="neon", computes=lambda dtype: True)
     monkeypatch.setattr(bitmask_speed, "find_library", lambda: library)
     for device, name in ((CPU, "neon"), (torch.device("cuda", 0), "Triton")):
@@ -65,14 +65,16 @@ def test_unmeasured_hardware_is_timed(monkeypatch):
     assert verdict(torch.float64, torch.device("cuda")) == (False, "no kernel for torch.float64")
 
 
+@pytest.mark.parametrize("name", ["bitmask", "int8g128", "int4g128", "int3g64"])
 @pytest.mark.parametrize("pattern", [None, NM(2, 4)], ids=str)
-def test_timing_multiplies_both_and_keeps_the_random_state(pattern, monkeypatch):
-    monkeypatch.setattr(bitmask_speed, "_CYCLED", 1 << 18)
+def test_timing_multiplies_both_and_keeps_the_random_state(pattern, name, monkeypatch):
+    monkeypatch.setattr(timing, "_CYCLED", 1 << 18)
     calls = []
-    monkeypatch.setattr(bitmask_speed, "_seconds", lambda call, device: calls.append(call()) or len(calls))
+    monkeypatch.setattr(timing, "_seconds", lambda call, device: calls.append(call()) or len(calls))
     before = torch.get_rng_state()
     with torch.device("meta"):  # transformers creates models there
-        gain = bitmask_speed._gain.__wrapped__((8, 4096), pattern, 0.53125, torch.float32, CPU)
+        codec = find_codec(name).with_inputs("float")
+        gain = timing._gain.__wrapped__(codec, (8, 4096), pattern, 0.5, torch.float32, CPU)
     assert torch.equal(torch.get_rng_state(), before) and gain < 1
     for dense, packed in zip(calls[::2], calls[1::2], strict=True):
         assert dense.shape == (1, 8) and torch.allclose(dense, packed, atol=1e-3)

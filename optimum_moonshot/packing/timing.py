@@ -1,0 +1,91 @@
+"""Timed products of one row of inputs with a packed and a dense matrix, for kernels without benchmarks."""
+
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import find_gpu_kernels
+from ..objective.patterns import NM
+from .codec import Codec, Verdict
+
+LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
+_MEASURED = 1 << 24  # most weights of a matrix in a measurement
+_CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more than any cache
+_ROUNDS = 30
+
+
+def gpu_lacks(formats: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why no kernel of `find_gpu_kernels` can be faster on a device other than a CPU; None if one can."""
+    if device.type != "cuda":
+        return f"no kernel for {device.type}"
+    if find_gpu_kernels(formats) is None:
+        return "no kernel for cuda: Triton is missing"
+    return None if dtype.itemsize <= 4 else f"no kernel for {dtype}"
+
+
+def timed_verdict(
+    codec: Codec,
+    shape: tuple[int, int],
+    pattern: NM | None,
+    share: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: str,
+) -> Verdict:
+    """`Codec.decoding`, timed once for every shape.
+
+    Args:
+        codec: the packed format.
+        shape: d_out, d_in.
+        pattern: n:m of all rows; None where rows differ.
+        share: of the weights that are not 0; not used with a pattern.
+        dtype: of the values and the inputs.
+        device: of the values and the inputs.
+        kernels: their name in the verdict.
+    """
+    share = 1.0 if pattern else round(share, 2)  # rounded, to measure once for similar layers
+    gain = _gain(codec, shape, pattern, share, dtype, device)
+    return Verdict(gain > 1, f"{kernels} kernels, {gain:.2f} times the dense speed when tried")
+
+
+@lru_cache
+def _gain(
+    codec: Codec, shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
+) -> float:
+    """The measured speed-up of a product of one row with a random packed matrix, as for `timed_verdict`."""
+    d_in = shape[1]
+    d_out = max(1, min(shape[0], _MEASURED // d_in))
+    with torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(0)
+        scores = torch.rand(d_out, d_in)
+        keep = scores < share if pattern is None else pattern.keep(scores)
+        weight = torch.where(keep, torch.randint(0, 2, (d_out, d_in)) * 2 - 1, 0).to(dtype)  # ±1 are on every grid
+        parts = {suffix: part.to(device) for suffix, part in codec.pack(weight, pattern).items()}
+        plan = codec.plan(parts, (d_out, d_in))
+        dense, inputs = weight.to(device), torch.randn(1, d_in).to(device, dtype)
+        copies = max(1, _CYCLED // dense.nbytes)
+        matrices = [dense.clone() for _ in range(copies)]
+        packed = [{suffix: part.clone() for suffix, part in parts.items()} for _ in range(copies)]
+        calls = [
+            (partial(functional.linear, inputs, each), partial(codec.linear, inputs, copy, (d_out, d_in), None, plan))
+            for each, copy in zip(matrices, packed, strict=True)
+        ]
+        gains = []
+        for number in range(_ROUNDS):  # alternating, so that a change of clock speed affects both
+            multiply_dense, multiply_packed = calls[number % copies]
+            gains.append(_seconds(multiply_dense, device) / _seconds(multiply_packed, device))
+        return median(gains[3:])  # the first calls include compilation
+
+
+def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    """The time of a call, including the kernels that it launches."""
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,37 @@
+"""The quantized kernels for AMX, with tiles in plain C (`emulated_tiles.h`), for CPUs that have only the rest."""
+
+import copy
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from optimum_moonshot.kernels import Library
+from optimum_moonshot.kernels import library as module
+
+SOURCES = ("quantized_amx.c", "quantized_vnni.c", "quantized.c", "parallel.c")
+
+
+def build(folder: Path) -> Path:
+    """Compile the kernels for this CPU; skips the test without a compiler or sources."""
+    compiler, kernels = shutil.which("gcc"), Path(module.__file__).parent
+    if compiler is None or not (kernels / SOURCES[0]).exists():
+        pytest.skip("no gcc, or no sources")
+    tiles, path = Path(__file__).with_name("emulated_tiles.h"), folder / "emulated.so"
+    command = [compiler, "-std=gnu11", "-O1", "-fPIC", "-shared", "-march=native", "-include", str(tiles)]
+    subprocess.run([*command, *(str(kernels / name) for name in SOURCES), "-ldl", "-o", str(path)], check=True)
+    return path
+
+
+def emulated(library: Library, path: Path, kernel: str) -> Library:
+    """A library whose products are those of "amx" or "vnni" in a file of `build`."""
+    functions, copied = ctypes.CDLL(str(path)), copy.copy(library)
+    for name in ("_quantized_product", "_quantized_unpack"):
+        function, original = functions["moonshot" + name], getattr(library, name)
+        function.argtypes, function.restype = original.argtypes, original.restype
+        setattr(copied, name, function)
+    used = ctypes.c_void_p.in_dll(functions, "moonshot_quantized")
+    used.value = ctypes.addressof(ctypes.c_char.in_dll(functions, f"moonshot_quantized_{kernel}"))
+    return copied
