@@ -17,7 +17,7 @@ _FORMAT = "bitmask"
 _WINDOWS = (4, 8, 16, 32)  # candidates for m: n:m needs no row offsets, unlike unstructured nonzeros
 _FILLED = 1 / 64  # largest fraction of zeros among the values that n:m stores
 _SAMPLE = 64  # rows that rule out n:m for most weights
-_PROBED = 16  # rows that rule out a grid for most weights, where restoring scales is slow
+_PROBED = 4  # rows that rule out a grid for most weights, where restoring scales is slow
 
 
 class Packed(NamedTuple):
