@@ -13,7 +13,6 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from ..errors import naming, require
 from ..runtime.packed_mixture import apply_routed, dense_grouped
 from ..runtime.packed_module import PackedMatrix, packed_parts
-from ..runtime.smallest import pack_if_smaller
 from .vllm_linear import DONE, Tally
 
 _UP, _DOWN = "w13_weight", "w2_weight"  # [experts, out, in], gates and up-projections joined along the rows
@@ -86,7 +85,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
 
     def _pack(self, layer: nn.Module, weight: str) -> None:
         dense = layer.get_parameter(weight)
-        packed = pack_if_smaller(dense.data.flatten(0, 1))
+        packed = self.tally.pack(f"{self.prefix}.{weight}", dense.data.flatten(0, 1))
         if packed is None:
             return
         delattr(layer, weight)

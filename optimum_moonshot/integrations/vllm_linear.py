@@ -5,8 +5,8 @@ dense checkpoint, and merges q, k and v, transposes, shards and skips weights as
 each linear layer packs its weight as soon as it is complete.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from ..checkpoint.file_integrity import check_files, checksums_wanted
 from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_layers, read_header
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
-from ..packing import Codec
+from ..objective.grid import Grid
+from ..packing import INPUTS, Codec, Quantized
 from ..runtime.packed_module import packed_parts
-from ..runtime.smallest import pack_if_smaller
+from ..runtime.smallest import Packed, pack_if_smaller
 from .conversion import unpacked
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
@@ -74,14 +75,32 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
 
 @dataclass
 class Tally:
-    """Counts of a model's layers of one kind, for one line in vLLM's log."""
+    """Packs the weights of a model's layers of one kind, and counts them for vLLM's log."""
 
     kind: str
+    grids: Sequence[Grid] = ()  # of the checkpoint, in any dtype; none if it is not quantized
+    inputs: str = INPUTS[0]  # of products with integer codes
+    codes: int = 0  # weights that are integer codes
+    values: list[str] = field(default_factory=list)  # names of the other weights
     packed: int = 0
     dense: int = 0
     bytes: int = 0  # of the weights in memory
     dense_bytes: int = 0  # of the same weights, dense
     reported: bool = False
+
+    def pack(self, name: str, matrix: Tensor) -> Packed | None:
+        """Pack a weight [d_out, d_in], as integer codes if it is on a grid; None if that does not make it smaller.
+
+        Args:
+            name: of the weight, for the log.
+            matrix: the weight, or the part of it in this process.
+        """
+        packed = pack_if_smaller(matrix, self.grids)
+        if packed is None or not isinstance(packed.codec, Quantized):
+            self.values.append(f"{name} in {str(matrix.dtype).removeprefix('torch.')}")
+            return packed
+        self.codes += 1
+        return packed._replace(codec=packed.codec.with_inputs(self.inputs))
 
     def add(self, dense_bytes: int, packed_bytes: int | None = None) -> None:
         """Count a layer by the bytes of its weights; `packed_bytes` is None if it stays dense."""
@@ -97,6 +116,16 @@ class Tally:
             trim_host_memory()
             sizes = f"{self.bytes / 2**20:.1f} MiB in place of {self.dense_bytes / 2**20:.1f}"
             _log.info("%d %s are packed in memory, %d dense: %s", self.packed, self.kind, self.dense, sizes)
+            if self.grids:
+                self._report_codes()
+
+    def _report_codes(self) -> None:
+        log = _log.info if self.codes else _log.warning
+        total = self.codes + len(self.values)
+        log("%d of %d weights of %s are integer codes, for %s inputs", self.codes, total, self.kind, self.inputs)
+        if self.values:
+            grids = " or ".join(f"{grid.bits} bits with groups of {grid.group}" for grid in self.grids)
+            log("the others, such as %s, are not on a grid of %s", self.values[0], grids)
 
 
 class PackedLinearMethod(LinearMethodBase):
@@ -134,7 +163,7 @@ class PackedLinearMethod(LinearMethodBase):
             weight, read = layer.weight, get_layerwise_info(layer).load_numel
             complete = self.random or read >= weight.numel()
             require(complete, f"only {read} of its {weight.numel()} weights were read from the files")
-        packed = pack_if_smaller(weight.data) if weight.ndim == 2 else None
+        packed = self.tally.pack(self.prefix, weight.data) if weight.ndim == 2 else None
         self.codec = None if packed is None else packed.codec
         if packed is None:
             self.tally.add(weight.nbytes)

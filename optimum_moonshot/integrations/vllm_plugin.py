@@ -4,14 +4,19 @@ vLLM calls `register` in each of its processes, before it reads a model. The loa
 checkpoints: others are unaffected.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ..checkpoint.weight_files import METHOD, check_config_entry
+from ..errors import check_choice, naming, require
+from ..packing import INPUTS
+from ..reports.record import PruningRecord
 
 if TYPE_CHECKING:
     from .vllm_linear import Tally
@@ -52,17 +57,37 @@ class MoonshotQuantization(QuantizationConfig):
         """Return the method of a linear layer or of experts, whose name is `prefix`; embeddings stay dense."""
         from vllm.model_executor.layers.linear import LinearBase
 
-        from .vllm_linear import PackedLinearMethod, Tally, unpack_while_loading
+        from .vllm_linear import PackedLinearMethod, unpack_while_loading
 
         unpack_while_loading()
         if isinstance(layer, LinearBase):
-            return PackedLinearMethod(prefix, self.tallies.setdefault("linear", Tally("linear layers")))
+            return PackedLinearMethod(prefix, self._tally("linear layers"))
         if type(layer).__name__ == _EXPERTS:
             from .vllm_experts import PackedExpertsMethod
 
-            tally = self.tallies.setdefault("experts", Tally("layers of experts"))
-            return PackedExpertsMethod(layer.moe_config, prefix, tally)
+            return PackedExpertsMethod(layer.moe_config, prefix, self._tally("layers of experts"))
         return None
+
+    def _tally(self, kind: str) -> "Tally":
+        from .vllm_linear import Tally
+
+        if kind not in self.tallies:
+            config = get_current_vllm_config()
+            record = PruningRecord.read(config.model_config.hf_config)
+            grids = () if record is None else record.grids
+            self.tallies[kind] = Tally(kind, grids, _inputs(config.additional_config))
+        return self.tallies[kind]
+
+
+def _inputs(additional_config: Any) -> str:
+    """The inputs of products with integer codes, one of `INPUTS`, by vLLM's option for other packages."""
+    options = additional_config.get(METHOD, {}) if isinstance(additional_config, Mapping) else {}
+    with naming(f"additional_config: {METHOD}"):
+        valid = isinstance(options, Mapping) and set(options) <= {"inputs"}
+        require(valid, f'{options!r}: give {{"inputs": "{INPUTS[0]}"}} or {{"inputs": "{INPUTS[1]}"}}')
+        inputs: str = options.get("inputs", INPUTS[0])
+        check_choice("inputs", inputs, INPUTS)
+    return inputs
 
 
 def register() -> None:

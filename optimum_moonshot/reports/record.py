@@ -109,6 +109,12 @@ class PruningRecord:
         group = config.get("quant_group", Grid.group)
         return {name: None if number is None else Grid(number, group) for name, number in bits.items()}
 
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids of the layers' weights, in float32, fewest bits first; none if no layer is quantized."""
+        grids = set(self.layer_grids(("",) if self.bits is None else self.bits).values())
+        return tuple(sorted((grid for grid in grids if grid is not None), key=lambda grid: grid.bits))
+
     def nm_patterns(self) -> list[NM]:
         """The n:m patterns of the layers, short groups first."""
         return self.pattern_rules.nm()

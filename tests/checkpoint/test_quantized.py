@@ -225,6 +225,9 @@ def test_the_bits_of_layers():
     each = PruningRecord.from_dict({**values, "bits": {"a": 4}})
     assert each.layer_grids(["a", "b"]) == {"a": Grid(4, 128), "b": None}
     assert PruningRecord.from_dict(each.to_dict()) == each
+    mixed = PruningRecord.from_dict({**values, "bits": {"a": 8, "b": 4, "c": 8}})
+    grids = [record.grids for record in (every, each, mixed, PruningRecord.from_dict(values))]
+    assert grids == [(Grid(8, 128),), (Grid(4, 128),), (Grid(4, 128), Grid(8, 128)), ()]
 
 
 def test_a_quantized_run_is_packed_as_codes(tmp_path):
@@ -237,17 +240,35 @@ def test_a_quantized_run_is_packed_as_codes(tmp_path):
         assert verify(tmp_path / str(number)).bits_per_weight < 10
 
 
-def test_a_merged_weight_is_packed_as_codes_where_it_is_on_the_grid(caplog):
-    grid = Grid(4, 64, torch.bfloat16)
-    weight = on_grid(grid, torch.randn(32, 256) * (torch.rand(32, 256) < 0.4)) + 0.0
-    codec, parts = pack_if_smaller(weight, grid)
-    assert codec.name == "int4g64" and torch.equal(codec.unpack(parts, (32, 256)), weight)
-    codec, parts = pack_if_smaller(weight[:, 64:], grid)
-    assert codec.name == "int4g64" and torch.equal(codec.unpack(parts, (32, 192)), weight[:, 64:])
-    assert not caplog.records
-    codec, parts = pack_if_smaller(weight[:, 32:], grid)  # groups of the original are split
-    assert codec.name == "bitmask" and torch.equal(codec.unpack(parts, (32, 224)), weight[:, 32:])
-    assert "packed without integer codes: row 0 is not on a grid" in caplog.text
+@pytest.mark.parametrize(
+    ("columns", "format"),
+    [
+        (slice(0, 640), "int4g256"),
+        (slice(512, 640), "int4g256"),  # within the last group
+        (slice(256, 448), "int4g256"),
+        (slice(384, 640), "int4g128"),  # from the middle of a group
+        (slice(320, 640), "int4g64"),
+        (slice(32, 320), "bitmask"),  # from the middle of a block
+        (slice(32, 96), "int4g256"),  # a block of its own, within one group
+    ],
+)
+def test_a_part_of_a_weight_is_packed_as_codes_where_it_is_on_a_grid(columns, format):
+    weight = on_grid(Grid(4, 256, torch.bfloat16), torch.randn(32, 640) * (torch.rand(32, 640) < 0.4)) + 0.0
+    part = weight[:, columns]
+    codec, parts = pack_if_smaller(part, [Grid(4, 256), Grid(8, 256)])
+    assert codec.name == format and torch.equal(codec.unpack(parts, part.shape), part)
+
+
+def test_merged_weights_are_packed_with_the_most_bits():
+    rows = torch.randn(64, 128) * (torch.rand(64, 128) < 0.4)
+    grids = [Grid(bits, 64, torch.bfloat16) for bits in (3, 4, 8)]
+    three, four, eight = (on_grid(grid, part) + 0.0 for grid, part in zip(grids, rows.split([30, 30, 4]), strict=True))
+    for merged, bits in (([three], 3), ([four, three], 4), ([three, four, eight], 8)):
+        weight = torch.cat(merged)
+        codec, parts = pack_if_smaller(weight, grids)
+        assert codec.name == f"int{bits}g64" and torch.equal(codec.unpack(parts, tuple(weight.shape)), weight)
+    assert pack_if_smaller(eight, grids[:2]).codec.name == "bitmask"
+    assert pack_if_smaller(four.float(), grids).codec.name == "bitmask"  # its scales are of another dtype
 
 
 @pytest.mark.parametrize("suffix", ["_codes", "_scale", "_meta"])

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import re
 import shutil
 
 import pytest
@@ -61,7 +62,9 @@ PROMPTS = [{"prompt_token_ids": [(7 * n * n + 3 * place) % 90 + 5 for place in r
 
 KINDS = [*((name, pattern) for name in MODELS for pattern in PATTERNS), ("llama", "partly")]
 QUANTIZED = [("llama", 4), ("llama-tied", 4), ("qwen2", 4), ("llama", 8), ("mixtral", 4)]  # model, bits
-SAVED = [*KINDS, ("mixtral", "attention"), *QUANTIZED]
+CODES = [("llama", "int4"), ("llama", "int8"), ("mixtral", "int4")]
+SAVED = [*KINDS, ("mixtral", "attention"), *CODES, *QUANTIZED]
+FLOAT = {"additional_config": {"moonshot": {"inputs": "float"}}}
 
 
 def save(folder, name, pattern):
@@ -75,9 +78,11 @@ def save(folder, name, pattern):
             elif parameter_name.endswith("bias"):
                 parameter.normal_()
     ignored = {"partly": [r"layers\.0\.mlp", r"layers\.1\.self_attn\.q_proj"], "attention": ["experts"]}
-    settings = PATTERNS.get(pattern) or {"pattern": "2:4", "ignore": ignored[pattern]}
+    settings = PATTERNS.get(pattern) or {"pattern": "2:4", "ignore": ignored.get(pattern, [])}
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", **settings))
     pruner.prune(progress=False)
+    if pattern.startswith("int"):
+        quantize(pruner, int(pattern.removeprefix("int")))
     for format in ("dense", "packed"):
         pruner.save_pretrained(folder / format, format=format)
 
@@ -218,11 +223,81 @@ def test_experts_without_zeros_stay_dense(saved, tmp_path, caplog, monkeypatch):
     assert_same(generate(llm), generate(load(folder / "dense")))
 
 
+def formats(model):
+    """The formats of the packed weights in memory, by name; not a local function, so that processes can send it."""
+    names = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        linear = type(method).__name__ == "PackedLinearMethod" and method.codec is not None
+        codecs = {"weight": method.codec} if linear else {}
+        codecs |= {key: matrix.codec for key, matrix in getattr(method, "packed", {}).items()}
+        for key, codec in codecs.items():
+            integers = [part_name for part_name, part in module.named_parameters() if part.dtype == torch.uint8]
+            assert not hasattr(module, key) and (f"{key}_codes" in integers) == codec.name.startswith("int")
+            names[f"{name}.{key}"] = codec.name
+    return names
+
+
+def packed_weights(name):
+    """The weights that vLLM's model multiplies with, without those of embeddings."""
+    experts = "block_sparse_moe.experts.routed_experts"
+    fused = [f"{experts}.w13_weight", f"{experts}.w2_weight"] if name == "mixtral" else []
+    linear = [f"{each}.weight" for each in MERGED if not (fused and each.startswith("mlp"))]
+    return [f"model.layers.{layer}.{weight}" for layer in (0, 1) for weight in linear + fused]
+
+
+@pytest.mark.parametrize(("name", "bits"), CODES)
+def test_integer_codes_stay_codes_in_memory(name, bits, saved, caplog, monkeypatch):
+    folder = saved(name, bits)
+    expected = generate(load(folder / "dense"))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    llm = load(folder / "packed", **FLOAT)
+    assert llm.apply_model(formats) == [dict.fromkeys(packed_weights(name), f"{bits}g64")]
+    assert_same(generate(llm), expected)
+    count = 4 if name == "mixtral" else 8
+    assert f"{count} of {count} weights of linear layers are integer codes, for float inputs" in caplog.text
+    assert ("4 of 4 weights of layers of experts are integer codes" in caplog.text) == (name == "mixtral")
+    assert "not on a grid" not in caplog.text
+
+
+@pytest.mark.parametrize(("name", "bits"), CODES)
+def test_inputs_are_rounded_to_eight_bits_by_default(name, bits, saved):
+    """Up to the first token that differs, the log-probabilities of the likeliest tokens do by less than 0.1."""
+    folder = saved(name, bits)
+    expected = generate(load(folder / "dense"))
+    actual = generate(load(folder / "packed"))
+    compared = []
+    for (tokens, steps), (expected_tokens, expected_steps) in zip(actual, expected, strict=True):
+        for place, (step, expected_step) in enumerate(zip(steps, expected_steps, strict=True)):
+            if tokens[:place] == expected_tokens[:place]:
+                compared += [abs(step[token] - expected_step[token]) for token in step.keys() & expected_step.keys()]
+    assert len(compared) > 40 and 1e-3 < max(compared) < 0.1
+
+
+def test_weights_in_another_dtype_are_no_codes(saved, caplog, monkeypatch):
+    folder = saved("llama", "int4")
+    expected = generate(load(folder / "dense", dtype="bfloat16"))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    llm = load(folder / "packed", dtype="bfloat16")
+    assert llm.apply_model(formats) == [dict.fromkeys(packed_weights("llama"), "bitmask")]
+    assert "0 of 8 weights of linear layers are integer codes" in caplog.text
+    assert re.search(r"such as .*_proj in bfloat16, are not on a grid of 4 bits with groups of 64", caplog.text)
+    assert [tokens for tokens, _ in generate(llm)] == [tokens for tokens, _ in expected]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [("inputs", "int4", "use .int8."), ("input", "int8", "give ")])
+def test_other_options_are_refused(name, value, message, saved):
+    with pytest.raises(MoonshotError, match=f"^additional_config: moonshot: .*{name}.*{value}.*: {message}"):
+        load(saved("llama", "int4") / "packed", additional_config={"moonshot": {name: value}})
+
+
 def test_a_dense_checkpoint_is_packed_on_request(saved):
     folder = saved("qwen2", "0.7")
     llm = load(folder / "dense", quantization="moonshot")
     assert all(packed for _, packed in weights(llm).values())
     assert_same(generate(llm), generate(load(folder / "dense")))
+    quantized = load(saved("llama", "int4") / "dense", quantization="moonshot")
+    assert quantized.apply_model(formats) == [dict.fromkeys(packed_weights("llama"), "int4g64")]
 
 
 def test_weights_are_not_loaded_again(saved):
@@ -231,14 +306,22 @@ def test_weights_are_not_loaded_again(saved):
         llm.collective_rpc("reload_weights")
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
-def test_two_processes_share_the_layers(name, saved, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("llama-tied", "2:4"), ("mixtral", "2:4"), ("llama", "int4"), ("mixtral", "int4")]
+)
+def test_two_processes_share_the_layers(name, pattern, saved, monkeypatch):
     """q, k, v, gate and up are sharded by rows, the other layers by columns."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
-    folder = saved(name, "2:4")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of `formats`
+    folder = saved(name, pattern)
     expected = generate(load(folder / "dense"))
-    shared = load(folder / "packed", tensor_parallel_size=2, distributed_executor_backend="mp")
+    shared = load(folder / "packed", tensor_parallel_size=2, distributed_executor_backend="mp", **FLOAT)
     assert_same(generate(shared), expected)
+    if pattern != "2:4":
+        first, second = shared.apply_model(formats)
+        assert first == dict.fromkeys(packed_weights(name), "int4g64")
+        cut = ("down_proj.weight", "w2_weight")  # from input 48 on
+        assert second == {weight: "bitmask" if weight.endswith(cut) else "int4g64" for weight in first}
 
 
 def test_damage_is_refused(packed, monkeypatch):
