@@ -30,6 +30,7 @@ TOLERANCE = 1e-3
 # Factors of the Fisher term, or matrices, of the rows that are quantized together.
 STATE_BYTES = 512 * 2**20
 _TINY = torch.finfo(torch.float32).tiny
+_ROWS = torch.contiguous_format
 
 
 def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
@@ -204,9 +205,9 @@ class _Descent:
     def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
         """As `_change_codes`, for few columns, with contiguous copies of them as rows."""
         matrices = inner.ndim == 3
-        values, step, slopes = (
-            each.T.contiguous() for each in (self.values[:, columns], self.step[:, columns], gradient)
-        )
+        # Clones: the transposed row of a single one is contiguous already.
+        values, slopes = (each.T.clone(memory_format=_ROWS) for each in (self.values[:, columns], gradient))
+        step = self.step[:, columns].T.contiguous()
         removed, vectors = ~self.keep[:, columns].T.contiguous(), factors.permute(2, 0, 1).contiguous()
         diagonal = inner.diagonal(dim1=-2, dim2=-1)
         curvature = (diagonal.T if matrices else diagonal[:, None]) + vectors.square().sum(2)
