@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 GROUP = 128
+for _name in ("torchao", "torch.utils._pytree"):  # warnings of torchao's import
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class Int4(nn.Module):
@@ -49,7 +51,6 @@ class Int8(nn.Module):
 
 def _torchao(name: str):
     """The configuration of a layer of torchao; it has its layout of 4 bits for CPUs among its prototypes."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for GPUs that cannot be loaded
     from torchao import quantization as ao
 
     if name == "torchao int8":

@@ -32,6 +32,7 @@ from checkpoint import memory
 from common import RESULTS, parser, versions, write
 from random_weights import imitate_pruning, save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from optimum_moonshot import load_pruned
 
@@ -39,6 +40,7 @@ DENSE = "dense"
 PACKED = ["2:4", "2:4 int8", "2:4 int4", "2:4 int3", "0.6 int8", "0.6 int4", "0.8", "0.8 int8", "0.8 int4", "int4"]
 QUANTIZED = {"settings": [DENSE, *PACKED, *ALTERNATIVES], "prompt": 512, "name": "quantized_generate"}
 CONTEXT = multiprocessing.get_context("spawn")
+logging.disable_progress_bar()
 
 
 def runtime_of(setting: str) -> str:
