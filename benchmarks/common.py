@@ -1,9 +1,11 @@
 """Shared by the benchmarks: synthetic layers, the machine's description, JSON output."""
 
 import argparse
+import contextlib
 import json
 import platform
 import resource
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -41,6 +43,15 @@ def machine() -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of the installed ones of these packages."""
+    installed = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def peak_bytes() -> int:

@@ -91,13 +91,14 @@ def plot_layer(axes: plt.Axes) -> None:
 def plot_model(axes: plt.Axes) -> None:
     """Tokens per second of a Llama of the shape of 1B, dense and packed."""
     runs = read("generate")["runs"]
-    groups = sorted({(run["setting"] != "2:4", run["setting"], run["threads"]) for run in runs})
+    packed = [run for run in runs if run["runtime"] == "packed"]
+    groups = sorted({(run["setting"] != "2:4", run["setting"], run["threads"]) for run in packed})
     for shift, runtime, colour in ((-0.2, "dense", "#8a9099"), (0.2, "packed", "#b3361e")):
         rates = [
             next(
                 run["tokens_per_second"]
                 for run in runs
-                if (run["setting"], run["threads"], run["runtime"]) == (setting, threads, runtime)
+                if (run["threads"], run["runtime"]) == (threads, runtime) and run["setting"] in (setting, "dense")
             )
             for _, setting, threads in groups
         ]

