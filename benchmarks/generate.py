@@ -40,7 +40,6 @@ DENSE = "dense"
 PACKED = ["2:4", "2:4 int8", "2:4 int4", "2:4 int3", "0.6 int8", "0.6 int4", "0.8", "0.8 int8", "0.8 int4", "int4"]
 QUANTIZED = {"settings": [DENSE, *PACKED, *ALTERNATIVES], "prompt": 512, "name": "quantized_generate"}
 CONTEXT = multiprocessing.get_context("spawn")
-logging.disable_progress_bar()
 
 
 def runtime_of(setting: str) -> str:
@@ -229,6 +228,7 @@ def show(name: str) -> None:
 
 
 def main() -> None:
+    logging.disable_progress_bar()
     options = parse()
     if options.plot:
         show(options.plot)

@@ -129,7 +129,10 @@ def _matrix_curve(
         deltas = torch.stack([each - weight for each in weights])
         return tuple(gradients.losses(deltas, statistics.limit).tolist())
 
-    quantized = {grid.bits: losses([grid.nearest(each, importance) for each in (weight, *trials)]) for grid in grids}
+    points = (weight, *trials)
+    quantized = {
+        grid.bits: losses([grid.rounded(each, grid.search(each, importance)) for each in points]) for grid in grids
+    }
     return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized)
 
 

@@ -73,9 +73,9 @@ class Grid:
         """The weights in `dtype` of codes and their scales `step`, two tensors of one shape."""
         return codes.to(self.dtype) * step.to(self.dtype)
 
-    def nearest(self, weight: Tensor, importance: Tensor) -> Tensor:
-        """Weights [rows, d_in] rounded to nearest on the grid, with searched scales; see `search`."""
-        step = self.per_weight(self.search(weight, importance), weight.shape[1])
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Weights [rows, d_in] rounded to nearest on the grid of their scales [rows, groups]."""
+        step = self.per_weight(scale, weight.shape[1])
         return self.values(self.codes(weight, step), step)
 
     def search(self, weight: Tensor, importance: Tensor) -> Tensor:

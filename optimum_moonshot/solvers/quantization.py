@@ -48,12 +48,12 @@ def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, sca
     """
     weight = torch.where(keep, weight.float(), 0)
     if isinstance(objective, DiagonalQuadratic):
-        return _nearest(grid, weight, grid.search(weight, objective.diagonal()) if scale is None else scale)
+        return grid.rounded(weight, grid.search(weight, objective.diagonal()) if scale is None else scale)
     rounded, descended = torch.empty_like(weight, dtype=grid.dtype), torch.empty_like(weight, dtype=grid.dtype)
     for rows in _slices(objective):
         problem = _Problem.of(objective, rows)
         here = scale[rows] if scale is not None else grid.search(weight[rows], problem.importance(weight.shape[1]))
-        rounded[rows] = _nearest(grid, weight[rows], here)
+        rounded[rows] = grid.rounded(weight[rows], here)
         descent = _Descent(problem, grid, rounded[rows].float(), here.float(), keep[rows])
         descended[rows] = descent.run().to(grid.dtype)
     before, after = objective.losses(rounded, descended)
@@ -94,25 +94,21 @@ class ColumnRounding:
 
         `keep` [r, columns] are the weights that survive as far as is known yet, `pivots` [r or 1, columns] their C_jj.
         """
-        size, weight = self.grid.group, weight.clone()
-        weight[:, columns] *= keep
+        size = self.grid.group
         for start in range(-(-columns.start // size) * size, columns.stop, size):
             inputs = slice(start, min(start + size, weight.shape[1]))
+            group, compared = weight[:, inputs].clone(), min(inputs.stop, columns.stop) - start
+            group[:, :compared] *= keep[:, start - columns.start :][:, :compared]
             importance = torch.ones(1, inputs.stop - start, device=weight.device)
             if inputs.stop <= columns.stop:
                 importance = pivots[:, start - columns.start : inputs.stop - columns.start].square().reciprocal()
             index = start // size
-            self.scale[:, index : index + 1] = self.grid.search(weight[:, inputs], importance)
+            self.scale[:, index : index + 1] = self.grid.search(group, importance)
 
     def step(self, columns: slice) -> Tensor:
         """The scale of each weight in some columns, [r, columns]."""
         groups = torch.arange(columns.start, columns.stop, device=self.scale.device) // self.grid.group
         return self.scale[:, groups]
-
-
-def _nearest(grid: Grid, weight: Tensor, scale: Tensor) -> Tensor:
-    step = grid.per_weight(scale, weight.shape[1])
-    return grid.values(grid.codes(weight, step), step)
 
 
 def _slices(objective: Quadratic) -> list[slice]:

@@ -15,13 +15,7 @@ GRIDS = [Grid(*each) for each in itertools.product((8, 4, 3), (64, 128), DTYPES)
 
 def restored(grid: Grid, weight: Tensor) -> Tensor:
     """The weights of the codes and scales that are restored from weights."""
-    step = grid.per_weight(grid.scales_of(weight), weight.shape[1])
-    return grid.values(grid.codes(weight, step), step)
-
-
-def rounded(grid: Grid, weight: Tensor, scale: Tensor) -> Tensor:
-    step = grid.per_weight(scale, weight.shape[1])
-    return grid.values(grid.codes(weight, step), step)
+    return grid.rounded(weight, grid.scales_of(weight))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -29,7 +23,7 @@ def test_scales_are_restored_bit_for_bit(grid: Grid) -> None:
     torch.manual_seed(0)
     weight = 0.02 * torch.randn(30, 200) * (torch.rand(30, 200) < 0.5)
     weight[3], weight[4, :128] = 0, 0
-    quantized = rounded(grid, weight, grid.search(weight, torch.rand(1, 200)))
+    quantized = grid.rounded(weight, grid.search(weight, torch.rand(1, 200)))
     assert torch.equal(restored(grid, quantized), quantized)
     assert not grid.scales_of(quantized)[3].any()
 
@@ -67,7 +61,7 @@ def test_the_searched_scale_is_no_worse_than_that_of_the_largest_weight(bits: in
     largest = grid.blocks(weight).abs().amax(-1) / grid.top
 
     def error(scale: Tensor) -> Tensor:
-        return grid.blocks((rounded(grid, weight, scale) - weight).square() * importance).sum(-1)
+        return grid.blocks((grid.rounded(weight, scale) - weight).square() * importance).sum(-1)
 
     searched = error(grid.search(weight, importance))
     assert (searched <= error(largest) * (1 + 1e-6)).all()
@@ -78,7 +72,7 @@ def test_the_search_ignores_inputs_without_importance() -> None:
     weight = torch.tensor([[7.0, 1.0, 2.0] + [0.0] * 61])
     importance = torch.ones(1, 64)
     importance[0, 0] = 0
-    quantized = rounded(Grid(3, 64), weight, Grid(3, 64).search(weight, importance))
+    quantized = Grid(3, 64).rounded(weight, Grid(3, 64).search(weight, importance))
     assert quantized[0, 1:3].tolist() == pytest.approx([1, 2], rel=0.15)
 
 
