@@ -243,6 +243,7 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     The sparsity is s·(1 - (1 - j/n)³) at the j-th of n prunings (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
     """
     check_whole("begin_step", begin, 0)
+    require(config.grid is None and not config.has_budget, "training leaves the grid", field="bits", hint="prune later")
     if end is None:
         message = Text("it needs {}, the step of the last pruning", "end_step")
         require(every is None, message, field="every", value=every)
