@@ -103,7 +103,9 @@ def picture(results: dict, path: Path) -> None:
     """Perplexity against bits per weight, a line per sparsity, for the best λ of each step."""
     steps = [step for step in STEPS if any(row["step"] == step for row in results["cells"])]
     figure, panels = plt.subplots(1, len(steps), figsize=(4.5 * len(steps), 3.8), layout="constrained", sharey=True)
-    for axes, step in zip(panels if len(steps) > 1 else [panels], steps, strict=True):
+    panels = [panels] if len(steps) == 1 else list(panels)
+    first, last = panels[0], panels[-1]
+    for axes, step in zip(panels, steps, strict=True):
         for pattern in (*PATTERNS, "by budget"):
             names = BUDGETS if pattern == "by budget" else [f"{pattern}, {bits}" for bits in BITS]
             points = sorted(point for name in names for point in best_point(results, name, step))
@@ -114,9 +116,10 @@ def picture(results: dict, path: Path) -> None:
         axes.get_xaxis().set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-    (panels[0] if len(steps) > 1 else panels).set(ylabel="perplexity", yscale="log")
-    (panels[0] if len(steps) > 1 else panels).get_yaxis().set_major_formatter("{x:g}")
-    (panels[-1] if len(steps) > 1 else panels).legend(frameon=False, fontsize=8)
+    first.set(ylabel="perplexity", yscale="log", yticks=[33, 35, 40, 50, 60, 80])
+    first.get_yaxis().set_major_formatter("{x:g}")
+    first.minorticks_off()
+    last.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
