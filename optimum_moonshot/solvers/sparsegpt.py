@@ -133,11 +133,11 @@ def prune_columns(
     keep = torch.empty_like(weight, dtype=torch.bool)
     for columns in split_range(0, weight.shape[1], widths.compared):
         pivots = factors.begin_group(weight, columns)
-        scores = (weight[:, columns] / pivots).square()
         if isinstance(pattern, Unstructured):
-            keep[:, columns] = pattern.keep(scores, before=columns.start * len(weight))
+            keep[:, columns] = pattern.keep((weight[:, columns] / pivots).square(), before=columns.start * len(weight))
         if rounding is not None:
-            expected = keep[:, columns] if isinstance(pattern, Unstructured) else pattern.keep(scores)
+            unstructured = isinstance(pattern, Unstructured)
+            expected = keep[:, columns] if unstructured else pattern.keep((weight[:, columns] / pivots).square())
             rounding.begin_group(weight, columns, expected, pivots)
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
