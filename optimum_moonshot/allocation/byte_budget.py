@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..model.layers import PrunableLayer
+from ..model.layers import PrunableLayer, other_parameters
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.loss_allocation import LossCurve, divide_bytes
 from ..objective.patterns import Pattern, Unstructured
@@ -99,8 +99,7 @@ def _budget(config: MoonshotConfig, layers: Mapping[str, PrunableLayer], model: 
     weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
     if config.bits_per_weight is not None:
         return config.bits_per_weight * weights / 8
-    pruned = {id(layer.parameter) for layer in layers.values()}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in pruned]
+    others = other_parameters(model, layers.values())
     assert config.target_bytes_number is not None
     headers = HEADER_BYTES * (TENSORS * len(layers) + len(others))
     return config.target_bytes_number - sum(each.nbytes for each in others) - headers

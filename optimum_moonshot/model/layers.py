@@ -63,6 +63,12 @@ class Structure:
         yield from self.outside
 
 
+def other_parameters(model: nn.Module, layers: Iterable[PrunableLayer]) -> list[nn.Parameter]:
+    """The parameters of a model that are not those of the layers; tied ones once."""
+    pruned = {id(layer.parameter) for layer in layers}
+    return [parameter for parameter in model.parameters() if id(parameter) not in pruned]
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The elements of the outermost module lists that hold weight matrices inside, in the model's order."""
     blocks: list[tuple[str, nn.Module]] = []

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..model.layers import PrunableLayer, is_on_disk
+from ..model.layers import PrunableLayer, is_on_disk, other_parameters
 from ..model.offload import Changes, Offloaded
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
@@ -117,7 +117,7 @@ class Variant:
                 "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
                 "recovery": [store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
                 "rotation": rotation,
-                "other_bytes": self._other_bytes(prepared.model),
+                "other_bytes": sum(each.nbytes for each in other_parameters(prepared.model, self.layers)),
             },
             {
                 "dense": tuple(self.skipped),
@@ -126,11 +126,6 @@ class Variant:
                 "bits": bits if self.selection.config.has_budget else None,
             },
         )
-
-    def _other_bytes(self, model: nn.Module) -> int:
-        """Bytes of the parameters that are not in pruned layers; tied ones once."""
-        pruned = {id(layer.parameter) for layer in self.layers}
-        return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in pruned)
 
 
 @dataclass
