@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from .model_info import Edit, edited, whole_numbers
 from .structured_groups import StructuredGroups, find_structured_groups, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
+Pair = tuple[tuple[str, nn.Module], tuple[str, nn.Module]]  # name and module of a decoder layer in two models
 
 # Largest error of a decoder layer by float32 rounding, relative to the change that the layer makes to a token.
 BLOCK_TOLERANCE = 1e-3
@@ -108,9 +109,9 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
         hint = Text("prune with {} first", Option("pattern", "structured"))
         require(bool(zeros), "nothing to compact: no neuron or head has only zeros", hint=hint)
         return model, Compaction({}, {}, zeros, (model.num_parameters(),) * 2)
-    small = _build(model, config, search.state(removed))
+    small = build_smaller(model, config, search.state(removed))
     try:
-        _verify(model, small, inputs)
+        verify_smaller(model, small, inputs, zip(find_blocks(model), find_blocks(small), strict=True))
     except (RuntimeError, TypeError, IndexError) as error:
         raise MoonshotError(f"the smaller {type(model).__name__} does not run: {error}") from error
     before = dict(whole_numbers(model.config))
@@ -278,8 +279,8 @@ def _head_size(config: PreTrainedConfig, fields: dict[str, int], heads: tuple[st
     return {name: family.size * family.count // max(fields[head] for head in heads)}
 
 
-def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
-    """The smaller model, loaded by transformers."""
+def build_smaller(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
+    """A smaller model with some tensors, loaded by transformers; modes and devices are those of `model`."""
     with without_transformers_bars():
         attention = model.config._attn_implementation
         small = type(model).from_pretrained(
@@ -301,19 +302,29 @@ def _is_floating(value: Any) -> bool:
 
 
 @torch.no_grad()
-def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
-    """Compare every decoder layer in float32, and the models' results in their dtype, up to rounding errors."""
+def verify_smaller(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch, pairs: Iterable[Pair]) -> None:
+    """Compare the remaining decoder layers in float32, and the models' results in their dtype, up to rounding errors.
+
+    Args:
+        model: the larger model, in which the weights to be removed have no effect.
+        small: the smaller model.
+        inputs: of both models.
+        pairs: a decoder layer of the model, with its name, and the one of the smaller model.
+
+    Raises:
+        MoonshotError: they differ.
+    """
     inputs = to_device(inputs, model_device(model))
-    name = type(model).__name__
+    name, pairs = type(model).__name__, list(pairs)
     with evaluation_mode(model), evaluation_mode(small):
-        with recorded(dict(find_blocks(model))) as calls:
+        with recorded(dict(block for block, _ in pairs)) as calls:
             expected, result = (
                 next(leaf for leaf in tree_leaves(run_model(each, inputs)) if _is_floating(leaf))
                 for each in (model, small)
             )
         message = f"the smaller {name} differs from the pruned one in its results: nothing changed"
         require(close(result, expected), message)
-        for (block, module), (_, other) in zip(find_blocks(model), find_blocks(small), strict=True):
+        for (block, module), (_, other) in pairs:
             error = _block_error(module, other, *calls[block]) if block in calls else 0.0
             message = f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
             require(error <= BLOCK_TOLERANCE, message)

@@ -1,7 +1,7 @@
 """Properties of a model and of its configuration: positions, vocabulary, images or text, tokenizer and processor."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,17 +106,24 @@ def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **opt
     return None
 
 
-def whole_numbers(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, int | None]]:
-    """The fields of a configuration and its nested ones ("text_config.ffn_dim") that are integers or None."""
+def config_fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and its nested ones ("text_config.ffn_dim"), with their values."""
     for name, value in config.to_dict().items():
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig):
-            yield from whole_numbers(inner, f"{prefix}{name}.")
-        elif value is None or type(value) is int:
+            yield from config_fields(inner, f"{prefix}{name}.")
+        else:
             yield prefix + name, value
 
 
-def edited(config: PreTrainedConfig, edit: Edit) -> PreTrainedConfig:
+def whole_numbers(config: PreTrainedConfig) -> Iterator[tuple[str, int | None]]:
+    """The fields of `config_fields` that are integers or None."""
+    for name, value in config_fields(config):
+        if value is None or type(value) is int:
+            yield name, value
+
+
+def edited(config: PreTrainedConfig, edit: Mapping[str, Any]) -> PreTrainedConfig:
     """A copy of the configuration with some fields changed, validated as if loaded from a file."""
     values = config.to_dict()
     for path, value in edit.items():

@@ -1,0 +1,316 @@
+"""Remove whole blocks from a model: `remove_blocks`.
+
+A block adds an update to the hidden state that it reads, so a model without it computes what the model computes where
+that block returns its input. The smaller model must be one of the same class with another configuration. The fields to
+change are searched, without a table, in the order of the changes that they make:
+
+* integers equal to the number of blocks;
+* lists with one entry per block (`layer_types`, `no_rope_layers`), which lose those of the removed blocks;
+* lists of indices of blocks (`mlp_only_layers`), and the number of first blocks of a kind (`first_k_dense_replace`).
+
+A configuration is accepted if a model created from it (on the meta device) has exactly the remaining shapes, and if
+every remaining block has the same kind as before: the same modules with the same attributes, such as a sliding window,
+except for its index. A family that computes the kind of a block from its index is refused where the index changes it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..data.batches import Batch
+from ..errors import MoonshotError, Text, require
+from .calls import first_tensor, split_hidden
+from .compaction import build_smaller, verify_smaller
+from .layers import find_blocks, visited
+from .model_info import config_fields, edited
+from .offload import RESIDENT
+from .structured_groups import probe_inputs
+
+Edit = dict[str, Any]  # field of a configuration → new value
+# Fields that are likely to count blocks, which are tried first, and lists with entries of another kind.
+_COUNTS = re.compile(r"layer|depth|block")
+_OTHER_LISTS = re.compile(r"token|_ids?$|architectures")
+# Most integers that count the same blocks, and most fields of kinds that change together.
+MOST_COUNTS, MOST_KINDS = 2, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRemoval:
+    """The changes by `remove_blocks`."""
+
+    blocks: tuple[str, ...]  # names of the removed blocks in the larger model
+    config: dict[str, tuple[Any, Any]]  # changed field → value before and after
+    parameters: tuple[int, int]  # before and after
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        changes = {name: list(change) for name, change in self.config.items()}
+        return {"blocks": list(self.blocks), "config": changes, "parameters": list(self.parameters)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """A list of blocks that loses some."""
+
+    name: str
+    size: int
+    keep: tuple[int, ...]  # ascending indices
+
+
+def remove_blocks(
+    model: PreTrainedModel, blocks: Collection[int], inputs: Batch | None = None
+) -> tuple[PreTrainedModel, BlockRemoval]:
+    """A smaller model of the same class without some blocks, as if each of these returned its input.
+
+    Args:
+        model: unchanged; the smaller model has copies of its tensors, so that changes of one do not affect the other.
+        blocks: the indices of the blocks to remove, in the order of `find_blocks`, which is that of the model.
+        inputs: for a forward pass of both models, in place of random tokens or pixels.
+
+    Returns:
+        A new model with the same dtype and device, which `save_pretrained` and `from_pretrained` support, and the
+        changes. Caches of keys and values have no entry for the removed blocks.
+
+    Raises:
+        MoonshotError: blocks that the model does not have, or all blocks of a list; no configuration of the
+            architecture describes the remaining blocks; or the smaller model has other outputs.
+    """
+    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
+    stacks, removed = _stacks(model, blocks)
+    _check_weights(model)
+    inputs = inputs or probe_inputs(model)
+    config = _Search(model).configuration(stacks)
+    small = build_smaller(model, config, _state(model, stacks))
+    originals = dict(find_blocks(model))
+    names = {name: _renamed(name, stacks) for name in originals}
+    smaller = dict(find_blocks(small))
+    pairs = [((old, originals[old]), (new, smaller[new])) for old, new in names.items() if new is not None]
+    for (_, block), (_, other) in pairs:
+        for parameter, copied in zip(block.parameters(), other.parameters(), strict=True):
+            copied.requires_grad_(parameter.requires_grad)
+    try:
+        with skipping(originals[name] for name in removed):
+            verify_smaller(model, small, inputs, pairs)
+    except (RuntimeError, TypeError, IndexError, KeyError) as error:
+        raise MoonshotError(f"{type(model).__name__} does not run without the blocks: {error}") from error
+    before, after = dict(config_fields(model.config)), dict(config_fields(config))
+    changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
+    return small, BlockRemoval(removed, changes, (model.num_parameters(), small.num_parameters()))
+
+
+@contextmanager
+def skipping(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Meanwhile the hidden state in a block's output is its input; the rest of the output, such as a bias, remains.
+
+    A block that changes the shape of the hidden state raises `MoonshotError`.
+    """
+
+    def skip(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden, after = split_hidden(args, kwargs)[0], first_tensor(output)
+        message = f"a block maps a hidden state of {list(hidden.shape)} to {list(after.shape)}, so it cannot be removed"
+        require(hidden.shape == after.shape, message)
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_hook(skip, with_kwargs=True).remove)
+        yield
+
+
+def _stacks(model: nn.Module, blocks: Collection[int]) -> tuple[list[_Stack], tuple[str, ...]]:
+    """The lists that lose blocks, and the names of the removed blocks."""
+    names = [name for name, _ in find_blocks(model)]
+    wrong = [block for block in blocks if type(block) is not int or not 0 <= block < len(names)]
+    hint = f"use indices from 0 to {len(names) - 1}"
+    require(bool(blocks), "no block to remove", field="blocks", value=list(blocks), hint=hint)
+    require(not wrong, f"the model has {len(names)} blocks", field="blocks", value=wrong[:1], hint=hint)
+    removed = tuple(names[block] for block in sorted(set(blocks)))
+    stacks = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in removed):
+        owner = model.get_submodule(parent)
+        require(isinstance(owner, nn.ModuleList), f"{parent} is a {type(owner).__name__}, not a list", field="blocks")
+        keys = [key for key, _ in owner.named_children() if f"{parent}.{key}" not in removed]
+        left = any(f"{parent}.{key}" in names for key in keys)
+        require(left, f"{parent} would have no block", field="blocks", hint="leave one of them")
+        stacks.append(_Stack(parent, len(list(owner.children())), tuple(map(int, keys))))
+    return stacks, removed
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
+
+
+def _renamed(name: str, stacks: Iterable[_Stack]) -> str | None:
+    """The name of a module or tensor in the smaller model; None if it belongs to a removed block."""
+    for stack in stacks:
+        if name.startswith(f"{stack.name}."):
+            index, dot, rest = name[len(stack.name) + 1 :].partition(".")
+            return f"{stack.name}.{stack.keep.index(int(index))}{dot}{rest}" if int(index) in stack.keep else None
+    return name
+
+
+def _state(model: nn.Module, stacks: Sequence[_Stack]) -> dict[str, Tensor]:
+    """Copies of the smaller model's tensors; tied ones are copied once."""
+    state: dict[str, Tensor] = {}
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        new = _renamed(name, stacks)
+        if new is not None:
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in copies:
+                copies[key] = tensor.clone()
+            state[new] = copies[key]
+    return state
+
+
+class _Search:
+    """The search of a configuration without some blocks."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.reason = model, ""
+        self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        with torch.device("meta"):
+            self.base = type(model)(edited(model.config, {}))
+
+    def configuration(self, stacks: Sequence[_Stack]) -> PreTrainedConfig:
+        """The configuration of the remaining blocks, one list after the other.
+
+        Raises `MoonshotError` with the reason if there is none.
+        """
+        config = self.model.config
+        for count in range(1, len(stacks) + 1):
+            config = self._without(config, stacks[count - 1], stacks[:count])
+        return config
+
+    def _without(self, config: PreTrainedConfig, stack: _Stack, stacks: Sequence[_Stack]) -> PreTrainedConfig:
+        self.reason, counted = "", list[Edit]()
+        for edit in _count_edits(config, stack):
+            trial, fits = self._trial(config, edit, stacks)
+            if fits:
+                assert trial is not None
+                return trial
+            counted += [edit] if trial is not None else []
+        for edit in counted:
+            for other in _kind_edits(config, stack, edit):
+                trial, fits = self._trial(config, {**edit, **other}, stacks)
+                if trial is not None and fits:
+                    return trial
+        reason = f" ({self.reason})" if self.reason else ""
+        kept = f"{len(stack.keep)} of {stack.size} blocks of {stack.name}"
+        message = f"{type(config).__name__} has no setting with these {kept}{reason}"
+        raise MoonshotError(message, field="blocks", hint="remove other blocks")
+
+    def _trial(
+        self, config: PreTrainedConfig, edit: Edit, stacks: Sequence[_Stack]
+    ) -> tuple[PreTrainedConfig | None, bool]:
+        """The edited configuration if it has the remaining number of blocks, and whether it describes these."""
+        try:
+            trial = edited(config, edit)
+            with torch.device("meta"):
+                small = type(self.model)(trial)
+            counts = [len(list(small.get_submodule(stack.name).children())) for stack in stacks]
+        except Exception as error:  # a model may refuse its configuration in any way
+            likely = any(_COUNTS.search(name) for name in edit)
+            self.reason = self.reason or (str(error).strip().rpartition("\n")[2].strip() if likely else "")
+            return None, False
+        if counts != [len(stack.keep) for stack in stacks]:
+            return None, False
+        difference = self._difference(small, stacks)
+        self.reason = self.reason if difference is None else difference
+        return trial, difference is None
+
+    def _difference(self, small: nn.Module, stacks: Sequence[_Stack]) -> str | None:
+        """A tensor, or an attribute of a block, that a model has and the smaller one should not have; None if equal."""
+        names = {name: _renamed(name, stacks) for name in self.shapes}
+        expected = {new: self.shapes[name] for name, new in names.items() if new is not None}
+        shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
+        for name in [*expected, *shapes]:
+            if expected.get(name) != shapes.get(name):
+                return f"{name} would be {_shown(shapes.get(name))} instead of {_shown(expected.get(name))}"
+        for stack in stacks:
+            for new, old in enumerate(stack.keep):
+                before, after = (each.get_submodule(stack.name)[i] for each, i in ((self.base, old), (small, new)))
+                change = _changed_kind(before, after, new - old)
+                if change is not None:
+                    return f"block {old}: {change}"
+        return None
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(list(shape))
+
+
+def _count_edits(config: PreTrainedConfig, stack: _Stack) -> Iterator[Edit]:
+    """Changes of the number of blocks, with and without the lists that have an entry for each, likely ones first."""
+    fields = dict(config_fields(config))
+    counts = [name for name, value in fields.items() if type(value) is int and value == stack.size]
+    counts.sort(key=lambda name: _COUNTS.search(name) is None)
+    for together in range(1, MOST_COUNTS + 1):
+        for chosen in combinations(counts, together):
+            edit: Edit = dict.fromkeys(chosen, len(stack.keep))
+            owner = chosen[0].rpartition(".")[0]
+            entries = {
+                name: [value[index] for index in stack.keep]
+                for name, value in fields.items()
+                if isinstance(value, list | tuple) and len(value) == stack.size
+                if name.rpartition(".")[0] == owner and not _OTHER_LISTS.search(name)
+            }
+            yield {**edit, **entries}
+            if entries:
+                yield edit
+
+
+def _kind_edits(config: PreTrainedConfig, stack: _Stack, edit: Edit) -> Iterator[Edit]:
+    """Changes of indices and of the number of first blocks, which may keep the kinds of the remaining blocks."""
+    changes: Edit = {}
+    for name, value in config_fields(config):
+        if isinstance(value, list | tuple) and _are_indices(value, stack.size):
+            changes[name] = [stack.keep.index(index) for index in value if index in stack.keep]
+        elif type(value) is int and 0 < value < stack.size and name not in edit:
+            changes[name] = sum(index < value for index in stack.keep)
+        if name in changes and changes[name] == value:
+            del changes[name]
+    subsets = chain.from_iterable(combinations(changes, count) for count in range(1, MOST_KINDS + 1))
+    yield from ({name: changes[name] for name in chosen} for chosen in subsets)
+
+
+def _are_indices(values: Sequence[Any], size: int) -> bool:
+    return len(set(map(str, values))) == len(values) and all(type(each) is int and 0 <= each < size for each in values)
+
+
+def _changed_kind(block: nn.Module, other: nn.Module, shift: int) -> str | None:
+    """The first difference of two blocks on the meta device, apart from an index that is shifted; None if equal.
+
+    Modules that drop activations in training alone may differ: their rate often depends on the depth.
+    """
+    modules, others = dict(block.named_modules()), dict(other.named_modules())
+    if modules.keys() != others.keys():
+        return f"{min(modules.keys() ^ others.keys())} is in one of the two models only"
+    for name, module in modules.items():
+        if type(module) is not type(others[name]):
+            return f"{name} would be a {type(others[name]).__name__} instead of a {type(module).__name__}"
+        if "drop" in type(module).__name__.lower():
+            continue
+        before, after = _attributes(module), _attributes(others[name])
+        for key in before.keys() | after.keys():
+            x, y = before.get(key), after.get(key)
+            index = type(x) is int and type(y) is int and y - x == shift
+            if x != y and not index:
+                return f"{name}.{key} would be {y!r} instead of {x!r}".removeprefix(".")
+    return None
+
+
+def _attributes(module: nn.Module) -> Mapping[str, Any]:
+    """The public attributes that are numbers, strings, None, or lists or dictionaries."""
+    kinds = (int, float, str, type(None), list, tuple, dict)
+    return {key: value for key, value in vars(module).items() if key[0] != "_" and isinstance(value, kinds)}
