@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -279,8 +280,20 @@ def _head_size(config: PreTrainedConfig, fields: dict[str, int], heads: tuple[st
     return {name: family.size * family.count // max(fields[head] for head in heads)}
 
 
-def build_smaller(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
-    """A smaller model with some tensors, loaded by transformers; modes and devices are those of `model`."""
+def build_smaller(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    state: Mapping[str, Tensor],
+    sources: Mapping[str, str] = MappingProxyType({}),
+) -> PreTrainedModel:
+    """A smaller model, loaded by transformers.
+
+    Args:
+        model: the larger model, for device, dtype, modes and settings.
+        config: of the smaller model.
+        state: its tensors, by name.
+        sources: name of a parameter of the smaller model → its name in the larger one, where these differ.
+    """
     with without_transformers_bars():
         attention = model.config._attn_implementation
         small = type(model).from_pretrained(
@@ -290,7 +303,7 @@ def build_smaller(model: PreTrainedModel, config: PreTrainedConfig, state: dict[
     originals = dict(model.named_parameters())
     for name, parameter in small.named_parameters():
         parameter.data = state[name]  # exact where a model mixes dtypes
-        parameter.requires_grad_(originals[name].requires_grad)
+        parameter.requires_grad_(originals[sources.get(name, name)].requires_grad)
     if getattr(model, "generation_config", None) is not None:
         small.generation_config = copy.deepcopy(model.generation_config)
     small.config.name_or_path, small.name_or_path = model.config.name_or_path, model.name_or_path

@@ -87,14 +87,11 @@ def remove_blocks(
     _check_weights(model)
     inputs = inputs or probe_inputs(model)
     config = _Search(model).configuration(stacks)
-    small = build_smaller(model, config, _state(model, stacks))
+    sources = {new: name for name in model.state_dict() if (new := _renamed(name, stacks)) is not None}
+    small = build_smaller(model, config, _copies(model, sources), sources)
     originals = dict(find_blocks(model))
-    names = {name: _renamed(name, stacks) for name in originals}
-    smaller = dict(find_blocks(small))
-    pairs = [((old, originals[old]), (new, smaller[new])) for old, new in names.items() if new is not None]
-    for (_, block), (_, other) in pairs:
-        for parameter, copied in zip(block.parameters(), other.parameters(), strict=True):
-            copied.requires_grad_(parameter.requires_grad)
+    left = [block for block in originals.items() if block[0] not in removed]
+    pairs = list(zip(left, find_blocks(small), strict=True))
     try:
         with skipping(originals[name] for name in removed):
             verify_smaller(model, small, inputs, pairs)
@@ -159,17 +156,16 @@ def _renamed(name: str, stacks: Iterable[_Stack]) -> str | None:
     return name
 
 
-def _state(model: nn.Module, stacks: Sequence[_Stack]) -> dict[str, Tensor]:
-    """Copies of the smaller model's tensors; tied ones are copied once."""
-    state: dict[str, Tensor] = {}
+def _copies(model: nn.Module, sources: Mapping[str, str]) -> dict[str, Tensor]:
+    """Copies of tensors, from their new names to the model's; tied ones are copied once."""
+    state, tensors = dict[str, Tensor](), model.state_dict()
     copies: dict[tuple[int, torch.Size], Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        new = _renamed(name, stacks)
-        if new is not None:
-            key = (tensor.data_ptr(), tensor.shape)
-            if key not in copies:
-                copies[key] = tensor.clone()
-            state[new] = copies[key]
+    for name, source in sources.items():
+        tensor = tensors[source]
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = tensor.clone()
+        state[name] = copies[key]
     return state
 
 
@@ -238,9 +234,9 @@ class _Search:
             if expected.get(name) != shapes.get(name):
                 return f"{name} would be {_shown(shapes.get(name))} instead of {_shown(expected.get(name))}"
         for stack in stacks:
+            blocks, others = (list(each.get_submodule(stack.name).children()) for each in (self.base, small))
             for new, old in enumerate(stack.keep):
-                before, after = (each.get_submodule(stack.name)[i] for each, i in ((self.base, old), (small, new)))
-                change = _changed_kind(before, after, new - old)
+                change = _changed_kind(blocks[old], others[new], stack, new)
                 if change is not None:
                     return f"block {old}: {change}"
         return None
@@ -260,14 +256,22 @@ def _count_edits(config: PreTrainedConfig, stack: _Stack) -> Iterator[Edit]:
             edit: Edit = dict.fromkeys(chosen, len(stack.keep))
             owner = chosen[0].rpartition(".")[0]
             entries = {
-                name: [value[index] for index in stack.keep]
+                name: kept
                 for name, value in fields.items()
-                if isinstance(value, list | tuple) and len(value) == stack.size
-                if name.rpartition(".")[0] == owner and not _OTHER_LISTS.search(name)
+                if name.rpartition(".")[0] == owner and (kept := _kept_entries(name, value, stack)) is not None
             }
             yield {**edit, **entries}
             if entries:
                 yield edit
+
+
+def _kept_entries(name: str, value: Any, stack: _Stack) -> Any:
+    """The entries of the remaining blocks in a list, or in a dictionary by index; None for other values."""
+    if isinstance(value, list | tuple) and len(value) == stack.size and not _OTHER_LISTS.search(name):
+        return [value[index] for index in stack.keep]
+    if isinstance(value, dict) and value and _COUNTS.search(name) and all(str(key).isdecimal() for key in value):
+        return {type(key)(stack.keep.index(int(key))): value[key] for key in value if int(key) in stack.keep}
+    return None
 
 
 def _kind_edits(config: PreTrainedConfig, stack: _Stack, edit: Edit) -> Iterator[Edit]:
@@ -288,10 +292,11 @@ def _are_indices(values: Sequence[Any], size: int) -> bool:
     return len(set(map(str, values))) == len(values) and all(type(each) is int and 0 <= each < size for each in values)
 
 
-def _changed_kind(block: nn.Module, other: nn.Module, shift: int) -> str | None:
-    """The first difference of two blocks on the meta device, apart from an index that is shifted; None if equal.
+def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, new: int) -> str | None:
+    """The first difference of a block on the meta device at its `new` index from before; None if equal.
 
-    Modules that drop activations in training alone may differ: their rate often depends on the depth.
+    The index itself changes, and a list with an entry for each block. Modules that drop activations in training alone
+    may differ: their rate often depends on the depth.
     """
     modules, others = dict(block.named_modules()), dict(other.named_modules())
     if modules.keys() != others.keys():
@@ -304,8 +309,9 @@ def _changed_kind(block: nn.Module, other: nn.Module, shift: int) -> str | None:
         before, after = _attributes(module), _attributes(others[name])
         for key in before.keys() | after.keys():
             x, y = before.get(key), after.get(key)
-            index = type(x) is int and type(y) is int and y - x == shift
-            if x != y and not index:
+            index = type(x) is int and type(y) is int and y - x == new - stack.keep[new]
+            entries = isinstance(x, list | tuple) and len(x) == stack.size and [x[each] for each in stack.keep]
+            if x != y and not index and y != entries:
                 return f"{name}.{key} would be {y!r} instead of {x!r}".removeprefix(".")
     return None
 

@@ -109,7 +109,7 @@ def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **opt
 def config_fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The fields of a configuration and its nested ones ("text_config.ffn_dim"), with their values."""
     for name, value in config.to_dict().items():
-        inner = getattr(config, name, None)
+        inner = vars(config).get(name)  # some attributes raise an error in models with a configuration per layer
         if isinstance(inner, PreTrainedConfig):
             yield from config_fields(inner, f"{prefix}{name}.")
         else:
