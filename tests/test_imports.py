@@ -23,7 +23,7 @@ FLOORS = (
     ("checkpoint", "evaluation"),
     ("results",),
     ("pipeline",),
-    ("allocation", "recovery"),
+    ("allocation", "recovery", "shrinking"),
     ("runs", "planning"),
     ("pruner",),
     ("integrations",),

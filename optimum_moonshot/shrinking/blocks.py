@@ -1,0 +1,234 @@
+"""The loss of removing whole blocks: MOONSHOT's two objectives (arXiv 2604.13287, eq. 4) for sets of blocks.
+
+A block f maps a hidden state h to f(h), and to h once it is removed: its output changes by Δ = h - f(h). With z_b = 1
+for a removed block, and sums over the tokens that are not padding,
+
+    L_R(z) = Σ_b z_b Σ_t ‖Δ_b(t)‖² / Σ_t ‖f_b(h_t)‖²
+    L_F(z) = 1/N ‖S z‖²        S_nb = Σ_{t in sample n} <∂ℓ_n/∂f_b(h_t), Δ_b(t)>
+    L_λ(z) = λ L_R(z)/L_R(1) + (1-λ) L_F(z)/L_F(1)
+
+which is the loss of removing experts (objective/removal.py) with a diagonal C. ½ L_F is the second-order estimate of
+the increase of the mean loss, with the empirical Fisher matrix for the Hessian. Its products S_na S_nb are the
+interactions of pairs, so that one forward and one backward pass over the data predict the loss of every set.
+
+The baseline is ShortGPT's block influence (Men et al., arXiv 2403.03853): 1 - the mean cosine of h and f(h).
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+
+from ..calibration.statistic import NOT_FINITE
+from ..distributed.ranks import Ranks
+from ..errors import MoonshotError, Option, Text, require
+from ..model.calls import first_tensor, frozen, split_hidden
+from ..model.layers import Block, PrunableLayer
+from ..objective.linalg import all_finite
+from ..objective.patterns import Experts
+from ..objective.removal import Removal
+from ..pipeline.inputs import Prepared
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import ModelPipeline
+from ..pipeline.stages import Stage
+from ..solvers.experts import best_subset
+
+# Most sets of blocks of which `BlockScores.select` evaluates all.
+EXACT = 200_000
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScores:
+    """The scores of a model's blocks, in float64 on the CPU; block b has the index b of `find_blocks`."""
+
+    names: tuple[str, ...]
+    influence: Tensor  # block influence  [B]
+    reconstruction: Tensor  # L_R of each block alone, relative to its output  [B]
+    slopes: Tensor  # S  [N, B]
+
+    @property
+    def fisher(self) -> Tensor:
+        """½/N SᵀS, [B, B]: the quadratic of the increase of the mean loss; its diagonal scores single blocks."""
+        return self.slopes.T @ self.slopes / (2 * len(self.slopes))
+
+    def removal(self, lam: float) -> Removal:
+        """The relative loss L_λ of sets of blocks, 0 for none and 1 for all."""
+        ones = torch.ones_like(self.influence)
+        return Removal.build(torch.diag(self.reconstruction), self.slopes, self.influence, ones, lam)
+
+    def predict(self, blocks: Collection[int], lam: float = 0.0) -> float:
+        """The relative loss L_λ of removing a set of blocks.
+
+        Args:
+            blocks: their indices, in any order.
+            lam: the weight of the reconstruction error; 0 is the Fisher loss alone.
+
+        Returns:
+            A number ≥ 0; ½ L_F(1) times the loss at λ = 0 is in units of the model's loss (`fisher`).
+        """
+        keep = torch.ones(len(self.names), dtype=torch.bool)
+        keep[list(blocks)] = False
+        return self.removal(lam).losses(keep)[0].total
+
+    def select(self, count: int, lam: float = 0.0) -> tuple[int, ...]:
+        """The set of blocks with the least predicted loss: of all sets, or by a local search if these are many.
+
+        Args:
+            count: the number of blocks to remove.
+            lam: as for `predict`.
+
+        Returns:
+            Ascending indices.
+
+        Raises:
+            MoonshotError: a number of blocks that the model cannot lose.
+        """
+        most = len(self.names) - 1
+        require(1 <= count <= most, f"the model can lose 1 to {most} blocks", field="count", value=count)
+        keep = best_subset(self.removal(lam), Experts(count / len(self.names)), EXACT)
+        return tuple((~keep).nonzero().flatten().tolist())
+
+
+def score_blocks(prepared: Prepared) -> BlockScores:
+    """Score every block of a dense model, by one forward and one backward pass over the calibration data.
+
+    Raises:
+        MoonshotError: bad data, a block that maps its input to another shape or that no data reach, or too little
+            memory.
+    """
+    prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=0.0))
+    scoring = _Scoring(prepared)
+    with frozen(prepared.model):
+        run_pipeline(ModelPipeline(prepared, scoring), scoring.visit, prepared.backoff, lambda: prepared.batches)
+    return scoring.scores()
+
+
+class _Scoring:
+    """The scores of the blocks that the stages of a pipeline observe."""
+
+    def __init__(self, prepared: Prepared):
+        self.prepared, self.blocks = prepared, prepared.selection.structure.blocks
+        self.sums: dict[str, _BlockSums] = {}
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return not any(layer in block.layers for block in self.blocks if block.name in self.sums)
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """Its block has no score if no data reach it, which `scores` refuses."""
+
+    def visit(self, stage: Stage) -> None:
+        names = {layer.name for layer in stage.layers}
+        blocks = [block for block in self.blocks if names & {layer.name for layer in block.layers}]
+        blocks = [block for block in blocks if block.name not in self.sums]
+        if not blocks:
+            return
+        samples, backoff = self.prepared.calibration.num_samples, self.prepared.backoff
+        with backoff.passing(BlockObserver(blocks, backoff.samples_here(samples), samples), _merge) as observer:
+            stage.observe(observer, advance=True)
+        self.sums |= observer.sums
+
+    def scores(self) -> BlockScores:
+        for name in (block.name for block in self.blocks):
+            reached = name in self.sums and self.sums[name].tokens > 0
+            require(reached, f"{name}: no calibration data reached this block, or nothing in it can be pruned")
+        sums = [self.sums[block.name] for block in self.blocks]
+        slopes = torch.stack([each.slopes for each in sums], 1)
+        totals = torch.stack([each.totals for each in sums])
+        message = "the updates of the blocks, or their gradients, hold NaN or infinite values"
+        require(all_finite(slopes) and all_finite(totals), message, hint=NOT_FINITE)
+        cosines, changes, squares, tokens = totals.unbind(1)
+        names = tuple(block.name for block in self.blocks)
+        return BlockScores(names, 1 - cosines / tokens, changes / squares, slopes)
+
+
+class _BlockSums:
+    """The sums of one block over the samples of this process."""
+
+    def __init__(self, here: int, samples: int):
+        self.samples = samples  # of all processes
+        self.slopes = torch.zeros(here, dtype=torch.float64)
+        self.totals = torch.zeros(4, dtype=torch.float64)  # of cosines, ‖Δ‖², ‖f(h)‖², tokens
+
+    @property
+    def tokens(self) -> float:
+        return float(self.totals[3])
+
+    def add(self, hidden: Tensor, after: Tensor, mask: Tensor | None) -> None:
+        """Add the inputs and outputs of a call, [B, …, d]."""
+        before, after = hidden.float(), after.float()
+        cosines = cosine_similarity(before, after, dim=-1)
+        parts = [cosines, (after - before).square().sum(-1), after.square().sum(-1), torch.ones_like(cosines)]
+        if mask is not None and mask.shape == cosines.shape:
+            parts = [part.masked_fill(~mask.to(part.device), 0) for part in parts]
+        self.totals += torch.stack([part.double().sum().cpu() for part in parts])
+
+    def add_slopes(self, first: int, change: Tensor, delta: Tensor) -> None:
+        """Add the gradients at the outputs of a call, of the samples from the number `first` on."""
+        slopes = (change.float() * delta.float()).flatten(1).double().sum(1)
+        self.slopes[first : first + len(slopes)] += slopes.cpu()
+
+
+class BlockObserver(AbstractContextManager["BlockObserver"]):
+    """Hooks on blocks, removed on exit, with the batches of a pass.
+
+    Args:
+        blocks: to observe.
+        here: the number of samples of this process.
+        samples: N, calibration samples in all.
+    """
+
+    def __init__(self, blocks: Sequence[Block], here: int, samples: int):
+        self.blocks = blocks
+        self.sums = {block.name: _BlockSums(here, samples) for block in blocks}
+        self._hooks, self._first, self._count = ExitStack(), 0, 0
+        self._mask: Tensor | None = None
+
+    @property
+    def gradients(self) -> Mapping[str, object]:
+        return self.sums
+
+    def __enter__(self) -> "BlockObserver":
+        for block in self.blocks:
+            hook = partial(self._observe, block.name)
+            self._hooks.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.close()
+
+    def begin(self, first: int, count: int, mask: Tensor | None) -> None:
+        self._first, self._count, self._mask = first, count, mask
+
+    def end(self) -> None:
+        """Nothing is left to do: gradients are added in the backward pass."""
+
+    def _observe(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden, after, first = split_hidden(args, kwargs)[0], first_tensor(output), self._first
+        message = f"{name}: it maps {list(hidden.shape)} to {list(after.shape)}, so it cannot be removed"
+        require(hidden.shape == after.shape, message)
+        if len(hidden) != self._count:
+            raise MoonshotError(
+                f"{name}: its input does not show the samples", hint=Text("{}", Option("batch_size", 1))
+            )
+        begins = not after.requires_grad
+        if begins:  # the first block; a clone, since the model may change it in place, which a leaf does not allow
+            after = after.detach().requires_grad_(True).clone()
+        sums, change = self.sums[name], (hidden - after).detach()
+        sums.add(hidden.detach(), after.detach(), self._mask)
+        after.register_hook(lambda delta: sums.add_slopes(first, change, delta))
+        if not begins:
+            return None
+        return after if isinstance(output, Tensor) else (after, *output[1:])
+
+
+def _merge(observer: BlockObserver, ranks: Ranks) -> None:
+    """Merge the sums of blocks, of which every process has those of its samples."""
+    for sums in observer.sums.values():
+        ranks.all_reduce(sums.totals)
+        shard, sums.slopes = sums.slopes, sums.slopes.new_empty(sums.samples)
+        ranks.gather_rows(shard, sums.slopes, sums.samples)
