@@ -227,18 +227,18 @@ class _Search:
 
     def _difference(self, small: nn.Module, stacks: Sequence[_Stack]) -> str | None:
         """A tensor, or an attribute of a block, that a model has and the smaller one should not have; None if equal."""
-        names = {name: _renamed(name, stacks) for name in self.shapes}
-        expected = {new: self.shapes[name] for name, new in names.items() if new is not None}
-        shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
-        for name in [*expected, *shapes]:
-            if expected.get(name) != shapes.get(name):
-                return f"{name} would be {_shown(shapes.get(name))} instead of {_shown(expected.get(name))}"
         for stack in stacks:
             blocks, others = (list(each.get_submodule(stack.name).children()) for each in (self.base, small))
             for new, old in enumerate(stack.keep):
                 change = _changed_kind(blocks[old], others[new], stack, new)
                 if change is not None:
                     return f"block {old}: {change}"
+        names = {name: _renamed(name, stacks) for name in self.shapes}
+        expected = {new: self.shapes[name] for name, new in names.items() if new is not None}
+        shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
+        for name in [*expected, *shapes]:
+            if expected.get(name) != shapes.get(name):
+                return f"{name} would be {_shown(shapes.get(name))} instead of {_shown(expected.get(name))}"
         return None
 
 
