@@ -4,12 +4,13 @@ A block f maps a hidden state h to f(h), and to h once it is removed: its output
 for a removed block, and sums over the tokens that are not padding,
 
     L_R(z) = Σ_b z_b Σ_t ‖Δ_b(t)‖² / Σ_t ‖f_b(h_t)‖²
-    L_F(z) = 1/N ‖S z‖²        S_nb = Σ_{t in sample n} <∂ℓ_n/∂f_b(h_t), Δ_b(t)>
+    L_F(z) = 1/N ‖S z‖²        S_tb = <∂ℓ_n/∂f_b(h_t), Δ_b(t)> of token t in sample n
     L_λ(z) = λ L_R(z)/L_R(1) + (1-λ) L_F(z)/L_F(1)
 
-which is the loss of removing experts (objective/removal.py) with a diagonal C. ½ L_F is the second-order estimate of
-the increase of the mean loss, with the empirical Fisher matrix for the Hessian. Its products S_na S_nb are the
-interactions of pairs, so that one forward and one backward pass over the data predict the loss of every set.
+which is the loss of removing experts (objective/removal.py) with a diagonal C. ½ L_F is a second-order estimate of the
+increase of the mean loss, with the empirical Fisher matrix for the Hessian, as if tokens were independent: the sums
+over the tokens of a few samples would mostly measure how far these cancel. The products S_ta S_tb are the interactions
+of pairs, so that one forward and one backward pass over the data predict the loss of every set.
 
 The baseline is ShortGPT's block influence (Men et al., arXiv 2403.03853): 1 - the mean cosine of h and f(h).
 """
@@ -18,6 +19,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.nn.functional import cosine_similarity
 
 from ..calibration.statistic import NOT_FINITE
 from ..distributed.ranks import Ranks
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import require
 from ..model.calls import first_tensor, frozen, split_hidden
 from ..model.layers import Block, PrunableLayer
 from ..objective.linalg import all_finite
@@ -49,12 +51,13 @@ class BlockScores:
     names: tuple[str, ...]
     influence: Tensor  # block influence  [B]
     reconstruction: Tensor  # L_R of each block alone, relative to its output  [B]
-    slopes: Tensor  # S  [N, B]
+    slopes: Tensor  # S  [tokens, B]; blocks that read other tokens, as of an encoder and a decoder, have other rows
+    samples: int  # N
 
     @property
     def fisher(self) -> Tensor:
-        """½/N SᵀS, [B, B]: the quadratic of the increase of the mean loss; its diagonal scores single blocks."""
-        return self.slopes.T @ self.slopes / (2 * len(self.slopes))
+        """½/N SᵀS, [B, B], the quadratic ½ L_F; its diagonal scores single blocks."""
+        return self.slopes.T @ self.slopes / (2 * self.samples)
 
     def removal(self, lam: float) -> Removal:
         """The relative loss L_λ of sets of blocks, 0 for none and 1 for all."""
@@ -69,7 +72,7 @@ class BlockScores:
             lam: the weight of the reconstruction error; 0 is the Fisher loss alone.
 
         Returns:
-            A number ≥ 0; ½ L_F(1) times the loss at λ = 0 is in units of the model's loss (`fisher`).
+            A number ≥ 0. At λ = 0 it is proportional to the estimated increase of the model's loss.
         """
         keep = torch.ones(len(self.names), dtype=torch.bool)
         keep[list(blocks)] = False
@@ -127,8 +130,7 @@ class _Scoring:
         blocks = [block for block in blocks if block.name not in self.sums]
         if not blocks:
             return
-        samples, backoff = self.prepared.calibration.num_samples, self.prepared.backoff
-        with backoff.passing(BlockObserver(blocks, backoff.samples_here(samples), samples), _merge) as observer:
+        with self.prepared.backoff.passing(BlockObserver(blocks), _merge) as observer:
             stage.observe(observer, advance=True)
         self.sums |= observer.sums
 
@@ -137,21 +139,21 @@ class _Scoring:
             reached = name in self.sums and self.sums[name].tokens > 0
             require(reached, f"{name}: no calibration data reached this block, or nothing in it can be pruned")
         sums = [self.sums[block.name] for block in self.blocks]
-        slopes = torch.stack([each.slopes for each in sums], 1)
+        slopes = _side_by_side([torch.cat(each.slopes) for each in sums])
         totals = torch.stack([each.totals for each in sums])
         message = "the updates of the blocks, or their gradients, hold NaN or infinite values"
         require(all_finite(slopes) and all_finite(totals), message, hint=NOT_FINITE)
         cosines, changes, squares, tokens = totals.unbind(1)
         names = tuple(block.name for block in self.blocks)
-        return BlockScores(names, 1 - cosines / tokens, changes / squares, slopes)
+        samples = self.prepared.calibration.num_samples
+        return BlockScores(names, 1 - cosines / tokens, changes / squares, slopes, samples)
 
 
 class _BlockSums:
     """The sums of one block over the samples of this process."""
 
-    def __init__(self, here: int, samples: int):
-        self.samples = samples  # of all processes
-        self.slopes = torch.zeros(here, dtype=torch.float64)
+    def __init__(self) -> None:
+        self.slopes: list[Tensor] = []  # of the tokens of each call
         self.totals = torch.zeros(4, dtype=torch.float64)  # of cosines, ‖Δ‖², ‖f(h)‖², tokens
 
     @property
@@ -167,25 +169,13 @@ class _BlockSums:
             parts = [part.masked_fill(~mask.to(part.device), 0) for part in parts]
         self.totals += torch.stack([part.double().sum().cpu() for part in parts])
 
-    def add_slopes(self, first: int, change: Tensor, delta: Tensor) -> None:
-        """Add the gradients at the outputs of a call, of the samples from the number `first` on."""
-        slopes = (change.float() * delta.float()).flatten(1).double().sum(1)
-        self.slopes[first : first + len(slopes)] += slopes.cpu()
-
 
 class BlockObserver(AbstractContextManager["BlockObserver"]):
-    """Hooks on blocks, removed on exit, with the batches of a pass.
+    """Hooks on blocks, removed on exit, with the batches of a pass."""
 
-    Args:
-        blocks: to observe.
-        here: the number of samples of this process.
-        samples: N, calibration samples in all.
-    """
-
-    def __init__(self, blocks: Sequence[Block], here: int, samples: int):
-        self.blocks = blocks
-        self.sums = {block.name: _BlockSums(here, samples) for block in blocks}
-        self._hooks, self._first, self._count = ExitStack(), 0, 0
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks, self.sums = blocks, {block.name: _BlockSums() for block in blocks}
+        self._hooks = ExitStack()
         self._mask: Tensor | None = None
 
     @property
@@ -202,25 +192,27 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
         self._hooks.close()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        self._first, self._count, self._mask = first, count, mask
+        self._mask = mask
 
     def end(self) -> None:
         """Nothing is left to do: gradients are added in the backward pass."""
 
     def _observe(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        hidden, after, first = split_hidden(args, kwargs)[0], first_tensor(output), self._first
+        hidden, after = split_hidden(args, kwargs)[0], first_tensor(output)
         message = f"{name}: it maps {list(hidden.shape)} to {list(after.shape)}, so it cannot be removed"
         require(hidden.shape == after.shape, message)
-        if len(hidden) != self._count:
-            raise MoonshotError(
-                f"{name}: its input does not show the samples", hint=Text("{}", Option("batch_size", 1))
-            )
         begins = not after.requires_grad
         if begins:  # the first block; a clone, since the model may change it in place, which a leaf does not allow
             after = after.detach().requires_grad_(True).clone()
-        sums, change = self.sums[name], (hidden - after).detach()
+        change, sums = (hidden - after).detach(), self.sums[name]
         sums.add(hidden.detach(), after.detach(), self._mask)
-        after.register_hook(lambda delta: sums.add_slopes(first, change, delta))
+        slopes = torch.zeros(change.shape[:-1].numel(), dtype=torch.float64)
+        sums.slopes.append(slopes)  # in the order of the calls; zeros if the loss does not depend on this one
+
+        def add(delta: Tensor) -> None:
+            slopes.copy_((change.float() * delta.float()).sum(-1).flatten())
+
+        after.register_hook(add)
         if not begins:
             return None
         return after if isinstance(output, Tensor) else (after, *output[1:])
@@ -230,5 +222,14 @@ def _merge(observer: BlockObserver, ranks: Ranks) -> None:
     """Merge the sums of blocks, of which every process has those of its samples."""
     for sums in observer.sums.values():
         ranks.all_reduce(sums.totals)
-        shard, sums.slopes = sums.slopes, sums.slopes.new_empty(sums.samples)
-        ranks.gather_rows(shard, sums.slopes, sums.samples)
+        sums.slopes = [slopes for process in ranks.all_gather_object(sums.slopes) for slopes in process]
+
+
+def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
+    """Columns of equal length in the same rows, others below: [rows, columns], with zeros elsewhere."""
+    lengths = [len(column) for column in columns]
+    starts = dict(zip(dict.fromkeys(lengths), accumulate(dict.fromkeys(lengths), initial=0), strict=False))
+    matrix = torch.zeros(sum(starts), len(columns), dtype=torch.float64)
+    for index, column in enumerate(columns):
+        matrix[starts[len(column)] : starts[len(column)] + len(column), index] = column
+    return matrix

@@ -4,8 +4,9 @@ from itertools import combinations
 
 import pytest
 import torch
+import transformers as hf
 from blockwise_statistics import sample_loss
-from models import image_batches, make, token_batches
+from models import image_batches, make, spread, token_batches
 from offloaded_models import offloaded
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
@@ -21,19 +22,22 @@ def scores_of(model, batches):
 
 
 def slow_scores(model, batches):
-    """One pass per sample, with the output f + ε (h - f) of every block: S is the gradient of the loss at ε = 0."""
+    """One pass per sample, with the outputs f + ε (h - f) of every block and token: S is the gradient at ε = 0."""
     blocks = [module for _, module in find_blocks(model)]
     slopes, cosines, changes, squares = [], [], 0, 0
     for batch in batches:
         for n in range(len(next(iter(batch.values())))):
             single = {name: tensor[n : n + 1] for name, tensor in batch.items()}
             keep = single["attention_mask"].bool() if "attention_mask" in single else slice(None)
-            step = torch.zeros(len(blocks), requires_grad=True)
+            tokens = (
+                len(next(iter(single.values()))[0]) if "input_ids" in single else 17
+            )  # patches, and the class token
+            step = torch.zeros(tokens, len(blocks), requires_grad=True)
             pairs = []
 
             def mix(index, module, args, output):
                 pairs.append((args[0].detach()[keep], output.detach()[keep]))  # noqa: B023
-                return output + step[index] * (args[0] - output)  # noqa: B023
+                return output + step[:, index, None] * (args[0] - output)  # noqa: B023
 
             handles = [
                 block.register_forward_hook(lambda *call, i=i, mix=mix: mix(i, *call)) for i, block in enumerate(blocks)
@@ -47,11 +51,11 @@ def slow_scores(model, batches):
             )
             changes = changes + torch.stack([(f - h).square().sum() for h, f in pairs])
             squares = squares + torch.stack([f.square().sum() for _, f in pairs])
-    return BlockScores((), 1 - torch.cat(cosines, 1).mean(1), changes / squares, torch.stack(slopes))
+    return BlockScores((), 1 - torch.cat(cosines, 1).mean(1), changes / squares, torch.cat(slopes), len(slopes))
 
 
 def assert_equal_scores(scores, expected, tolerance=1e-3):
-    for name in ("influence", "reconstruction", "slopes"):
+    for name in ("influence", "reconstruction", "fisher"):
         value, reference = getattr(scores, name), getattr(expected, name).double()
         assert (value - reference).norm() <= tolerance * reference.norm(), name
 
@@ -98,11 +102,32 @@ def test_blocks_that_change_the_shape_have_no_score():
         scores_of(make("convnext"), image_batches())
 
 
+def test_blocks_that_read_other_tokens_do_not_interact():
+    """An encoder of 12 tokens and a decoder of 8."""
+    torch.manual_seed(0)
+    config = hf.BartConfig(
+        vocab_size=96,
+        d_model=16,
+        max_position_embeddings=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+    )
+    batches = [{**batch, "labels": batch["input_ids"][:, :8].clone()} for batch in token_batches()]
+    scores = scores_of(spread(hf.BartForConditionalGeneration(config)), batches)
+    connected = scores.fisher != 0
+    assert connected.equal(torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool())
+    assert len(scores.slopes) == 6 * (12 + 8)
+
+
 def random_scores(blocks=7, samples=5):
     generator = torch.Generator().manual_seed(0)
     positive = torch.rand(2, blocks, generator=generator, dtype=torch.float64)
     slopes = torch.randn(samples, blocks, generator=generator, dtype=torch.float64)
-    return BlockScores(tuple(map(str, range(blocks))), *positive, slopes)
+    return BlockScores(tuple(map(str, range(blocks))), *positive, slopes, samples)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
@@ -141,4 +166,4 @@ def test_pairs_that_compensate_each_other_are_selected():
     """Two blocks with opposite effects cost nothing together, which no sum of single scores shows."""
     slopes = torch.tensor([[2.0, -2.0, 1.0, 1.0]] * 3, dtype=torch.float64)
     ones = torch.ones(4, dtype=torch.float64)
-    assert BlockScores(tuple("abcd"), ones, ones, slopes).select(2) == (0, 1)
+    assert BlockScores(tuple("abcd"), ones, ones, slopes, 3).select(2) == (0, 1)
