@@ -4,18 +4,20 @@
     python benchmarks/blocks.py --models examples/demo_model
 
 Every set of one, two or three blocks is skipped in turn, and the held-out perplexity measured. The predictions are
-computed on calibration windows of each seed: block influence (ShortGPT, the sum over a set), and the mixture of
-reconstruction error and Fisher loss by λ. Compared are the rank correlation (Spearman) with the measured loss within
-the sets of one size, and the perplexity of the set that each criterion removes.
+computed on calibration windows of each seed: block influence (ShortGPT, the sum over a set), the mixture of
+reconstruction error and Fisher loss by λ, and the calibration loss without each block (`BlockLosses`: the sum over a
+set, or the loss of the summed changes). Compared are the rank correlation (Spearman) with the measured loss within the
+sets of one size, and the perplexity of the set that each criterion removes.
 """
 
+import json
 import statistics
 import time
 from itertools import combinations
 from pathlib import Path
 
 import torch
-from common import write
+from common import RESULTS, write
 from quality import DEMO, demo_parser
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +28,7 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
+from optimum_moonshot.shrinking.block_losses import BlockLosses
 from optimum_moonshot.shrinking.blocks import BlockScores, score_blocks
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +36,7 @@ MODELS = ("examples/demo_model", "benchmarks/opt_model", "benchmarks/mixture_mod
 LAMBDAS = (0.0, 0.5, 0.9, 1.0)
 
 
-def criteria(scores: BlockScores) -> dict:
+def criteria(scores: BlockScores, losses: BlockLosses) -> dict:
     """Name → predicted loss of a set of blocks."""
     by_lam = {f"λ = {lam:g}": lambda blocks, lam=lam: scores.predict(blocks, lam) for lam in LAMBDAS}
     alone = scores.fisher.diagonal()
@@ -41,6 +44,8 @@ def criteria(scores: BlockScores) -> dict:
         "block influence": lambda blocks: float(scores.influence[list(blocks)].sum()),
         **by_lam,
         "λ = 0, without interactions": lambda blocks: float(alone[list(blocks)].sum()),
+        "measured alone": lambda blocks: float(losses.losses[list(blocks)].sum()),
+        "measured, summed before the head": losses.predict,
     }
 
 
@@ -62,7 +67,11 @@ def one_model(name: str, options) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     count = len(find_blocks(model))
     sets = [each for size in range(min(4, count)) for each in combinations(range(count), size)]
-    losses = measured(model, tokenizer, sets, options)
+    if options.reuse:
+        stored = json.loads((RESULTS / f"{options.name}.json").read_text())["results"]["models"][name]["perplexity"]
+        losses = {tuple(json.loads(blocks)): value for blocks, value in stored.items()}
+    else:
+        losses = measured(model, tokenizer, sets, options)
     runs = []
     for seed in range(options.seeds):
         config = MoonshotConfig(sparsity=0.5, seed=seed, num_samples=options.samples, sequence_length=options.tokens)
@@ -71,15 +80,25 @@ def one_model(name: str, options) -> dict:
             Subject(model, tokenizer, progress=False), select(model, config), str(DEMO / "calibration.txt")
         )
         scores = score_blocks(prepared)
-        runs.append(compare(scores, losses) | {"seconds": time.perf_counter() - started})
+        seconds = {"scores": time.perf_counter() - started}
+        started = time.perf_counter()
+        alone = BlockLosses(prepared)
+        seconds["losses"] = time.perf_counter() - started
+        runs.append(compare(scores, alone, losses) | {"seconds": seconds})
     show(name, losses, runs)
     return {"perplexity": {str(list(blocks)): value for blocks, value in losses.items()}, "seeds": runs}
 
 
-def compare(scores: BlockScores, losses: dict[tuple[int, ...], float]) -> dict:
+def compare(scores: BlockScores, alone: BlockLosses, losses: dict[tuple[int, ...], float]) -> dict:
     results: dict = {"influence": scores.influence.tolist(), "reconstruction": scores.reconstruction.tolist()}
-    results |= {"fisher": scores.fisher.tolist(), "predicted": {}, "correlation": {}, "removed": {}}
-    for name, predict in criteria(scores).items():
+    results |= {
+        "fisher": scores.fisher.tolist(),
+        "losses": alone.losses.tolist(),
+        "predicted": {},
+        "correlation": {},
+        "removed": {},
+    }
+    for name, predict in criteria(scores, alone).items():
         predicted = {blocks: predict(blocks) for blocks in losses if blocks}
         results["predicted"][name] = {str(list(blocks)): value for blocks, value in predicted.items()}
         for size in sorted({len(blocks) for blocks in predicted}):
@@ -101,13 +120,14 @@ def show(name: str, losses: dict, runs: list[dict]) -> None:
             rank = mean(lambda run, size=size: run["correlation"][criterion][size])  # noqa: B023
             value = mean(lambda run, size=size: run["removed"][criterion][size]["perplexity"])  # noqa: B023
             cells.append(f"{rank:6.2f} {value:9.2f} {runs[0]['removed'][criterion][size]['blocks']}")
-        print(f"  {criterion:28}", *cells)
+        print(f"  {criterion:33}", *cells)
 
 
 def main() -> None:
     arguments = demo_parser(__doc__, "blocks")
     arguments.add_argument("--models", nargs="+", default=list(MODELS))
     arguments.add_argument("--windows", type=int, default=100, help="held-out windows")
+    arguments.add_argument("--reuse", action="store_true", help="take the perplexities from the file of results")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     write(

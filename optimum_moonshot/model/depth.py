@@ -37,6 +37,8 @@ Edit = dict[str, Any]  # field of a configuration → new value
 # Fields that are likely to count blocks, which are tried first, and lists with entries of another kind.
 _COUNTS = re.compile(r"layer|depth|block")
 _OTHER_LISTS = re.compile(r"token|_ids?$|architectures")
+# The blocks whose outputs a backbone returns; None is the default, the last one.
+_OUTPUTS = re.compile(r"(^|\.)(out_features|out_indices)$")
 # Most integers that count the same blocks, and most fields of kinds that change together.
 MOST_COUNTS, MOST_KINDS = 2, 2
 
@@ -222,7 +224,7 @@ class _Search:
         if counts != [len(stack.keep) for stack in stacks]:
             return None, False
         difference = self._difference(small, stacks)
-        self.reason = self.reason if difference is None else difference
+        self.reason = self.reason or difference or ""
         return trial, difference is None
 
     def _difference(self, small: nn.Module, stacks: Sequence[_Stack]) -> str | None:
@@ -263,6 +265,9 @@ def _count_edits(config: PreTrainedConfig, stack: _Stack) -> Iterator[Edit]:
             yield {**edit, **entries}
             if entries:
                 yield edit
+            outputs = {name: None for name in fields if _OUTPUTS.search(name)}
+            if outputs:
+                yield {**edit, **outputs}
 
 
 def _kept_entries(name: str, value: Any, stack: _Stack) -> Any:
@@ -302,10 +307,11 @@ def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, new: int) -
     if modules.keys() != others.keys():
         return f"{min(modules.keys() ^ others.keys())} is in one of the two models only"
     for name, module in modules.items():
-        if type(module) is not type(others[name]):
-            return f"{name} would be a {type(others[name]).__name__} instead of a {type(module).__name__}"
-        if "drop" in type(module).__name__.lower():
+        types = [type(module).__name__, type(others[name]).__name__]
+        if any("drop" in each.lower() for each in types):
             continue
+        if type(module) is not type(others[name]):
+            return f"{name} would be a {types[1]} instead of a {types[0]}"
         before, after = _attributes(module), _attributes(others[name])
         for key in before.keys() | after.keys():
             x, y = before.get(key), after.get(key)

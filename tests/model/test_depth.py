@@ -190,6 +190,21 @@ def test_the_second_block_of_every_kind_can_go(tmp_path):
     assert_removed(moe_every_second(), [2, 3], tmp_path)
 
 
+def test_backbones_and_rates_of_dropped_paths(tmp_path):
+    """A list of returned blocks and a rate that depends on the depth do not change the remaining blocks."""
+    for model in (
+        hf.Dinov2ForImageClassification(hf.Dinov2Config(**VISION, mlp_ratio=2)),
+        hf.BeitForImageClassification(hf.BeitConfig(**VISION, intermediate_size=24, drop_path_rate=0.1)),
+    ):
+        assert_removed(spread(model), [0], tmp_path / type(model).__name__)
+
+
+VISION = dict(
+    hidden_size=16, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=4, layerscale_value=0.5,
+    layer_scale_init_value=0.5,
+)  # fmt: skip
+
+
 def test_blocks_that_share_what_the_first_computes(tmp_path):
     torch.manual_seed(0)
     assert_removed(t5(), [1, 3], tmp_path)

@@ -10,9 +10,12 @@ from models import image_batches, make, spread, token_batches
 from offloaded_models import offloaded
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
+from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
+from optimum_moonshot.shrinking import block_losses
+from optimum_moonshot.shrinking.block_losses import BlockLosses
 from optimum_moonshot.shrinking.blocks import BlockScores, score_blocks
 
 
@@ -167,3 +170,60 @@ def test_pairs_that_compensate_each_other_are_selected():
     slopes = torch.tensor([[2.0, -2.0, 1.0, 1.0]] * 3, dtype=torch.float64)
     ones = torch.ones(4, dtype=torch.float64)
     assert BlockScores(tuple("abcd"), ones, ones, slopes, 3).select(2) == (0, 1)
+
+
+def losses_of(model, batches):
+    selection = select(model, MoonshotConfig(sparsity=0.5, num_samples=6))
+    return BlockLosses(prepare(Subject(model, progress=False), selection, batches))
+
+
+def mean_loss(model, batches, skipped=()):
+    blocks = [module for _, module in find_blocks(model)]
+    with torch.no_grad(), skipping(blocks[block] for block in skipped):
+        samples = [ids[None] for batch in batches for ids in batch["input_ids"]]
+        return float(sum(sample_loss(model, {"input_ids": ids}, None) for ids in samples)) / len(samples)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_measured_losses_of_single_blocks(name):
+    """Exact for one block, and for none; independent of the order."""
+    model, batches = make(name), token_batches()
+    losses, dense = losses_of(model, batches), mean_loss(model, batches)
+    assert losses.dense == pytest.approx(dense, rel=1e-5) and losses.predict(()) == pytest.approx(0, abs=1e-5)
+    for block in range(3):
+        increase = mean_loss(model, batches, [block]) - dense
+        assert float(losses.losses[block]) == pytest.approx(increase, abs=1e-4)
+        assert losses.predict([block]) == pytest.approx(increase, abs=1e-4)
+    assert losses.predict([0, 2]) == losses.predict([2, 0])
+
+
+def test_blocks_that_ignore_each_other_have_exact_pairs():
+    """Where a block's update does not depend on its input, changes add up exactly in front of the head."""
+
+    class Shift(torch.nn.Linear):
+        def forward(self, hidden, **kwargs):
+            return hidden + self.weight[0]
+
+    model, batches = make("llama"), token_batches()
+    for index in range(3):
+        model.model.layers[index].forward = Shift(16, 16).forward
+    losses = losses_of(model, batches)
+    for blocks in combinations(range(3), 2):
+        increase = mean_loss(model, batches, blocks) - mean_loss(model, batches)
+        assert losses.predict(blocks) == pytest.approx(increase, abs=1e-4)
+    assert losses.select(2) == min(combinations(range(3), 2), key=lambda blocks: mean_loss(model, batches, blocks))
+
+
+def test_greedy_removal_where_sets_are_many(monkeypatch):
+    losses = losses_of(make("llama"), token_batches())
+    exact = losses.select(1)
+    monkeypatch.setattr(block_losses, "EXACT", 0)
+    assert losses.select(1) == exact and set(exact) <= set(losses.select(2))
+
+
+def test_measured_losses_of_an_offloaded_model(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    losses, expected = losses_of(offloaded(tmp_path).model, token_batches()), losses_of(model, token_batches())
+    assert torch.allclose(losses.losses, expected.losses, atol=1e-5)
+    assert losses.predict([0, 1]) == pytest.approx(expected.predict([0, 1]), abs=1e-5)
