@@ -1,7 +1,7 @@
 """Removal of single blocks from a tiny random model of every family in the installed transformers.
 
     python benchmarks/depth_architectures.py                     # results/depth_architectures.json
-    python benchmarks/depth_architectures.py --only llama t5      # some families, printed alone
+    python benchmarks/depth_architectures.py --only llama t5      # run a few again
 
 The default configuration of a family is shrunk as in architectures.py, with four blocks instead of two where it can be
 created so. Every block is removed alone. A family counts as whole if all of these removals succeed, as partial if some
@@ -19,7 +19,7 @@ import tiny_configs
 import torch
 import transformers
 from architectures import KINDS, LIMIT, batches, families
-from common import parser, write
+from common import RESULTS, parser, write
 
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.model.depth import remove_blocks
@@ -99,20 +99,22 @@ def outcome(result: dict) -> str:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--kinds", nargs="*", default=["causal", "masked", "image"], choices=list(KINDS))
-    arguments.add_argument("--only", nargs="*", help="model types")
+    arguments.add_argument("--only", nargs="*", help="model types; their entries in the file are replaced")
     arguments.add_argument("--seconds", type=int, default=120, help="for one model")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    results = []
+    stored = RESULTS / "depth_architectures.json"
+    previous = json.loads(stored.read_text())["results"]["families"] if given.only else []
+    results = {(each["kind"], each["class"]): each for each in previous}
     for family in families(given.kinds):
         if not given.only or family[1] in given.only:
-            results.append(isolated(family, given.seconds))
-            reasons = {str(reason)[:200] for reason in results[-1].get("refused", {}).values()}
-            print(family[:2], outcome(results[-1]), results[-1]["seconds"], results[-1].get("error", ""), *reasons)
-    counts = {kind: Counter(outcome(each) for each in results if each["kind"] == kind) for kind in given.kinds}
+            result = results[family[0], family[2]] = isolated(family, given.seconds)
+            reasons = {str(reason)[:200] for reason in result.get("refused", {}).values()}
+            print(family[:2], outcome(result), result["seconds"], result.get("error", ""), *reasons)
+    entries = list(results.values())
+    counts = {kind: Counter(outcome(each) for each in entries if each["kind"] == kind) for kind in given.kinds}
     print(counts)
-    if not given.only:
-        write("depth_architectures", {"transformers": transformers.__version__, "counts": counts, "families": results})
+    write("depth_architectures", {"transformers": transformers.__version__, "counts": counts, "families": entries})
 
 
 if __name__ == "__main__":
