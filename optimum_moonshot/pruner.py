@@ -19,6 +19,7 @@ from .pipeline.run_context import run_context
 from .pipeline.selection import Subject
 from .planning.build_spec import MachineMemory
 from .planning.plan import make_plan
+from .reports.record import PruningRecord
 from .runs.prune import prune_model, rotate_model
 from .runs.record import compact_pruned, note_rotation
 from .runs.sparsity_path import SparsityPath, prune_path
@@ -372,7 +373,8 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is no longer n:m, or no longer on
                 its grid.
         """
-        self._pruned()
+        if PruningRecord.of(self.model) is None:
+            self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
         return to_runtime(self.model, runtime, batch_shape, inputs)
 
@@ -395,8 +397,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 no longer n:m, or no longer on its grid.
         """
-        report = self._pruned() if self.rotation is None or self.report is not None else self.rotation
-        save_result(self.model, (self.tokenizer, self.processor), report, directory, format, options)
+        save_result(self.model, (self.tokenizer, self.processor), self._result(), directory, format, options)
         self._discard_results()
 
     def push_to_hub(
@@ -429,7 +430,7 @@ class MoonshotPruner:
                 connection broke; nothing is published then.
         """
         processors, repository = (self.tokenizer, self.processor), Repository(repo_id, private, token, exist_ok)
-        address = publish(self.model, processors, self._pruned(), repository, format, commit_message, options)
+        address = publish(self.model, processors, self._result(), repository, format, commit_message, options)
         self._discard_results()
         return address
 
@@ -439,9 +440,16 @@ class MoonshotPruner:
         return self._sweep
 
     def _pruned(self) -> PruneReport:
-        if self.report is None:
+        if self.report is not None:
+            return self.report
+        if PruningRecord.of(self.model) is None:
             raise MoonshotError("the model is not pruned yet: call pruner.prune(calibration) first")
-        return self.report
+        hint = "save it by model.save_pretrained or model.push_to_hub"
+        raise MoonshotError("the model was pruned before this pruner got it, which has no report of it", hint=hint)
+
+    def _result(self) -> PruneReport | RotationReport:
+        """The report of the last pruning, else of the rotation."""
+        return self._pruned() if self.report is not None or self.rotation is None else self.rotation
 
     def _reported(self, report: PruneReport) -> PruneReport:
         """Keep the report of a pruning, with an earlier rotation."""

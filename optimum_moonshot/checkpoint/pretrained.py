@@ -1,6 +1,8 @@
 """Load a dense model, offloaded if wanted, with its tokenizer and image processor."""
 
 import os
+import weakref
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -8,8 +10,9 @@ from transformers import AutoConfig
 
 from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
+from ..model.source_files import source_files
 from .file_integrity import check_complete
-from .meta_model import PLACES, folder_of_its_model, meta_device_model, model_class, offload_options
+from .meta_model import PLACES, meta_device_model, model_class, offload_folder, offload_map
 
 # Options of a model that its configuration, tokenizer and processor share.
 _SHARED = ("revision", "token", "trust_remote_code")
@@ -52,11 +55,13 @@ def _load(
     try:
         config = AutoConfig.from_pretrained(name_or_path, **shared)
         quantized = getattr(config, "quantization_config", None)
-        if offload is not None:
-            options = {**options, **offload_options(config, offload, options.get("device_map"), folder)}
-        with folder_of_its_model(options.get("offload_folder") if offload else None) as bind:
+        with ExitStack() as stack:
+            if offload is not None:
+                place = {"device_map": offload_map(config, offload, options.get("device_map"))}
+                options = {**options, **place, "offload_folder": str(stack.enter_context(offload_folder(folder)))}
             loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
-            bind(loaded[0])
+            source_files(loaded[0])
+            weakref.finalize(loaded[0], stack.pop_all().close)
         return loaded
     except (MoonshotError, OSError):
         raise
