@@ -78,7 +78,7 @@ def test_an_offloaded_model_is_not_saved_over_its_source(llama, tmp_path):
     (tmp_path / "link").symlink_to(llama)
     for place in (llama, tmp_path / "link"):
         for format in ("dense", "packed"):
-            with pytest.raises(MoonshotError, match="directory=.*weights of the model are read from there; give another"):
+            with pytest.raises(MoonshotError, match="directory=.*weights.* are read from there; give another"):
                 pruner.save_pretrained(place, format=format)
     assert {path.name: path.read_bytes() for path in llama.iterdir()} == before
     pruner.save_pretrained(tmp_path / "pruned")
