@@ -1,8 +1,10 @@
 """Load a dense model, offloaded if wanted, with its tokenizer and image processor."""
 
+import logging
 import os
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -59,7 +61,8 @@ def _load(
             if offload is not None:
                 place = {"device_map": offload_map(config, offload, options.get("device_map"))}
                 options = {**options, **place, "offload_folder": str(stack.enter_context(offload_folder(folder)))}
-            loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
+            with _without_offload_warning():
+                loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
             source_files(loaded[0])
             weakref.finalize(loaded[0], stack.pop_all().close)
         return loaded
@@ -74,3 +77,18 @@ def _load(
             f"{name_or_path}: its weights are quantized ({method}) and cannot be loaded ({message}); "
             "prune the model that they were made from"
         ) from error
+
+
+@contextmanager
+def _without_offload_warning() -> Iterator[None]:
+    """Drop accelerate's warning that parameters are on the meta device, as offloading requires."""
+    logger = logging.getLogger("accelerate.big_modeling")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "on the meta device because they were offloaded" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

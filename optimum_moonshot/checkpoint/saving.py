@@ -68,7 +68,14 @@ def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
     if is_offloaded(model):
         save_streamed(model, folder, format == "packed", **options)
     else:
-        model.save_pretrained(folder, **options)
+        try:
+            model.save_pretrained(folder, **options)
+        except RuntimeError as error:
+            if "shared tensors" not in str(error):
+                raise
+            message = f"it shares weights that its class does not declare as tied: {reason(error)}"
+            hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
+            raise MoonshotError(message, field="model", hint=hint) from error
         if format == "packed":
             pack_files(folder, folder, model)
     if format == EXPORT:

@@ -1,6 +1,7 @@
 """Files of offloaded weights that change, disappear or are overwritten while the model is in use; temporary folders."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -58,6 +59,12 @@ def test_files_that_changed_after_loading_are_refused(change, llama, tmp_path):
     if change is not replace:  # the same bytes in a new file
         again = offloaded(tmp_path / "before")
         assert torch.equal(again.model(IDS).logits, expected)
+
+
+def test_offloaded_loads_do_not_warn_of_the_meta_device(llama, caplog):
+    offloaded(llama)
+    assert "meta device" not in caplog.text
+    assert not logging.getLogger("accelerate.big_modeling").filters
 
 
 def test_a_file_that_cannot_be_read_is_named(llama, monkeypatch):
