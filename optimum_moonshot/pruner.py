@@ -98,10 +98,10 @@ class MoonshotPruner:
         return cls(model, config, tokenizer, processor)
 
     def _run(
-        self, loss: Loss | None, forward: Forward | None, progress: bool, alone: bool = False
+        self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool
     ) -> AbstractContextManager[Subject]:
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
-        return run_context(subject, self.config.offload_dir, forward, alone)
+        return run_context(subject, self.config.offload_dir, forward, call)
 
     @property
     def _config(self) -> MoonshotConfig:
@@ -141,7 +141,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad data, layers or statistics, with a hint.
         """
-        with self._run(loss, forward, progress) as subject:
+        with self._run("prune", loss, forward, progress) as subject:
             self._sweep = None  # its statistics are those of the dense model
             report, discard = prune_model(subject, self._config, calibration, resume_dir)
         self._discards.append(discard)
@@ -177,7 +177,7 @@ class MoonshotPruner:
         """
         data = self.config.calibration if calibration is None else calibration
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
-        with self._run(loss, None, False, alone=True) as subject:
+        with self._run(None, loss, None, False) as subject:
             return make_plan(subject, self._config, data, forward, resumes, memory)
 
     @classmethod
@@ -209,7 +209,7 @@ class MoonshotPruner:
         """
         pruner = cls(load_meta(name_or_config, offload, options), config)
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
-        with pruner._run(None, None, False, alone=True) as subject:
+        with pruner._run(None, None, None, False) as subject:
             return make_plan(subject, config, config.calibration, None, resumes, memory, offload)
 
     def rotate(
@@ -241,7 +241,7 @@ class MoonshotPruner:
         """
         require(self.rotation is None, "rotate: the model is rotated already")
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
-        with self._run(loss, forward, progress) as subject:
+        with self._run("rotate", loss, forward, progress) as subject:
             self._sweep = None
             self.rotation, discard = rotate_model(subject, config, calibration, resume_dir)
         self._discards = [discard]
@@ -282,7 +282,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad values, data, layers or statistics.
         """
-        with self._run(loss, forward, progress) as subject:
+        with self._run("sweep", loss, forward, progress) as subject:
             grid = (lambdas, sparsities, patterns)
             self._sweep = sweep(subject, self._config, calibration, grid, metric, maximize, work_dir)
         return self._sweep.report
@@ -323,7 +323,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: another solver or pattern, bad data, layers or statistics.
         """
-        with self._run(loss, forward, progress) as subject:
+        with self._run("prune_path", loss, forward, progress) as subject:
             self._sweep = None
             return prune_path(subject, self._config, calibration, sparsities, work_dir, self._reported)
 

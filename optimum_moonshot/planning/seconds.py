@@ -13,9 +13,9 @@ from ..devices import wait_for
 from ..model.calls import frozen, model_device
 from ..model.layers import Block
 from ..model.offload import RESIDENT
+from ..model.weight_sums import block_sums
 from ..pipeline.selection import Selection, Subject, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
-from ..results.store import weight_sums
 from ..rotation.permutation_search import search_products
 from .memory import Visit
 from .probe import Timing, pass_seconds, total
@@ -131,7 +131,7 @@ def _onloading_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
         onloaded = time.perf_counter()
         for layer in block.layers:
             check_weight(layer)
-            weight_sums(layer)
+        block_sums(block)
         checked = time.perf_counter()
         factor = sum(module_bytes(each.module) for each in offloaded) / max(1, module_bytes(block.module))
     return (onloaded - started) * factor, (checked - onloaded) * factor
