@@ -45,26 +45,33 @@ def staged(field: str, directory: str | os.PathLike[str], model: bool = True) ->
     directory = Path(directory)
     with writing(field, directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            with _serialized(directory):  # another save must not see the folder as abandoned before it is locked
-                _remove_abandoned(directory)
-                made = tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory)
-                staging = Path(stack.enter_context(made))
-                with contextlib.suppress(OSError):  # a file system without locks
-                    stack.enter_context(locked(staging / _LOCK))
+        with temporary_folder(STAGING_PREFIX, directory) as staging:
             yield staging
-            with _serialized(directory):
+            with _serialized(STAGING_PREFIX, directory):
                 if model:
                     _remove_model(staging, directory)
                 _move(staging, directory)
 
 
 @contextmanager
-def _serialized(directory: Path) -> Iterator[None]:
-    """Concurrent saves into a folder run this block one after another, if the file system supports locks."""
+def temporary_folder(prefix: str, directory: Path) -> Iterator[Path]:
+    """A folder in `directory`, deleted on exit; those with this prefix that killed processes left are deleted first."""
+    with contextlib.ExitStack() as stack:
+        with _serialized(prefix, directory):  # nobody must see the folder as abandoned before it is locked
+            _remove_abandoned(prefix, directory)
+            made = tempfile.TemporaryDirectory(prefix=prefix, dir=directory, ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(made))
+            with contextlib.suppress(OSError):  # a file system without locks
+                stack.enter_context(locked(folder / _LOCK))
+        yield folder
+
+
+@contextmanager
+def _serialized(prefix: str, directory: Path) -> Iterator[None]:
+    """Processes that use a prefix in a folder run this block one after another, if the file system supports locks."""
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):
-            lock.enter_context(locked(directory / f"{STAGING_PREFIX}lock", timeout=-1))
+            lock.enter_context(locked(directory / f"{prefix}lock", timeout=-1))
         yield
 
 
@@ -111,9 +118,9 @@ def is_weights(path: Path) -> bool:
     return any(path.match(pattern) for pattern in WEIGHT_FILES)
 
 
-def _remove_abandoned(directory: Path) -> None:
-    """Delete the temporary folders of killed saves: one that still runs holds the lock of its folder."""
-    for path in directory.glob(STAGING_PREFIX + "*"):
+def _remove_abandoned(prefix: str, directory: Path) -> None:
+    """Delete the temporary folders of killed processes: one that still runs holds the lock of its folder."""
+    for path in directory.glob(prefix + "*"):
         with contextlib.suppress(OSError), locked(path / _LOCK):
             shutil.rmtree(path)
 

@@ -6,6 +6,7 @@ to undo the effects of momentum, weight decay and rounding.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -89,7 +89,8 @@ def find_pruned(
     require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a torch.nn.Module")
     targets, ignore = check_expressions("targets", targets), check_expressions("ignore", ignore) or ()
     kinds = {type(module) for module in model.modules()}
-    flattened = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not used where it is not imported
+    flattened = fsdp is not None and any(issubclass(kind, fsdp.FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens the weights", hint="use fully_shard")
     hint = 'load it with load_pruned(folder), or call pruner.to_runtime("dense")'
     packed = any(issubclass(kind, PackedModule) for kind in kinds)

@@ -19,6 +19,7 @@ from .pipeline.run_context import run_context
 from .pipeline.selection import Subject
 from .planning.build_spec import MachineMemory
 from .planning.plan import make_plan
+from .reports.record import PruningRecord
 from .runs.prune import prune_model, rotate_model
 from .runs.record import compact_pruned, note_rotation
 from .runs.sparsity_path import SparsityPath, prune_path
@@ -97,10 +98,10 @@ class MoonshotPruner:
         return cls(model, config, tokenizer, processor)
 
     def _run(
-        self, loss: Loss | None, forward: Forward | None, progress: bool, alone: bool = False
+        self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool
     ) -> AbstractContextManager[Subject]:
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
-        return run_context(subject, self.config.offload_dir, forward, alone)
+        return run_context(subject, self.config.offload_dir, forward, call)
 
     @property
     def _config(self) -> MoonshotConfig:
@@ -140,7 +141,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad data, layers or statistics, with a hint.
         """
-        with self._run(loss, forward, progress) as subject:
+        with self._run("prune", loss, forward, progress) as subject:
             self._sweep = None  # its statistics are those of the dense model
             report, discard = prune_model(subject, self._config, calibration, resume_dir)
         self._discards.append(discard)
@@ -176,7 +177,7 @@ class MoonshotPruner:
         """
         data = self.config.calibration if calibration is None else calibration
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
-        with self._run(loss, None, False, alone=True) as subject:
+        with self._run(None, loss, None, False) as subject:
             return make_plan(subject, self._config, data, forward, resumes, memory)
 
     @classmethod
@@ -208,7 +209,7 @@ class MoonshotPruner:
         """
         pruner = cls(load_meta(name_or_config, offload, options), config)
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
-        with pruner._run(None, None, False, alone=True) as subject:
+        with pruner._run(None, None, None, False) as subject:
             return make_plan(subject, config, config.calibration, None, resumes, memory, offload)
 
     def rotate(
@@ -240,7 +241,7 @@ class MoonshotPruner:
         """
         require(self.rotation is None, "rotate: the model is rotated already")
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
-        with self._run(loss, forward, progress) as subject:
+        with self._run("rotate", loss, forward, progress) as subject:
             self._sweep = None
             self.rotation, discard = rotate_model(subject, config, calibration, resume_dir)
         self._discards = [discard]
@@ -281,7 +282,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad values, data, layers or statistics.
         """
-        with self._run(loss, forward, progress) as subject:
+        with self._run("sweep", loss, forward, progress) as subject:
             grid = (lambdas, sparsities, patterns)
             self._sweep = sweep(subject, self._config, calibration, grid, metric, maximize, work_dir)
         return self._sweep.report
@@ -322,7 +323,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: another solver or pattern, bad data, layers or statistics.
         """
-        with self._run(loss, forward, progress) as subject:
+        with self._run("prune_path", loss, forward, progress) as subject:
             self._sweep = None
             return prune_path(subject, self._config, calibration, sparsities, work_dir, self._reported)
 
@@ -372,7 +373,8 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is no longer n:m, or no longer on
                 its grid.
         """
-        self._pruned()
+        if PruningRecord.of(self.model) is None:
+            self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
         return to_runtime(self.model, runtime, batch_shape, inputs)
 
@@ -395,8 +397,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 no longer n:m, or no longer on its grid.
         """
-        report = self._pruned() if self.rotation is None or self.report is not None else self.rotation
-        save_result(self.model, (self.tokenizer, self.processor), report, directory, format, options)
+        save_result(self.model, (self.tokenizer, self.processor), self._result(), directory, format, options)
         self._discard_results()
 
     def push_to_hub(
@@ -429,7 +430,7 @@ class MoonshotPruner:
                 connection broke; nothing is published then.
         """
         processors, repository = (self.tokenizer, self.processor), Repository(repo_id, private, token, exist_ok)
-        address = publish(self.model, processors, self._pruned(), repository, format, commit_message, options)
+        address = publish(self.model, processors, self._result(), repository, format, commit_message, options)
         self._discard_results()
         return address
 
@@ -439,9 +440,16 @@ class MoonshotPruner:
         return self._sweep
 
     def _pruned(self) -> PruneReport:
-        if self.report is None:
+        if self.report is not None:
+            return self.report
+        if PruningRecord.of(self.model) is None:
             raise MoonshotError("the model is not pruned yet: call pruner.prune(calibration) first")
-        return self.report
+        hint = "save it by model.save_pretrained or model.push_to_hub"
+        raise MoonshotError("the model was pruned before this pruner got it, which has no report of it", hint=hint)
+
+    def _result(self) -> PruneReport | RotationReport:
+        """The report of the last pruning, else of the rotation."""
+        return self._pruned() if self.report is not None or self.rotation is None else self.rotation
 
     def _reported(self, report: PruneReport) -> PruneReport:
         """Keep the report of a pruning, with an earlier rotation."""

@@ -313,6 +313,16 @@ def test_wrong_types_are_refused():
         MoonshotPruner(nn.Sequential(nn.ReLU()), config()).prune(token_batches())
 
 
+def test_weights_that_are_shared_without_a_declaration_are_not_saved(tmp_path):
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    pruner = prune(model)
+    for format in ("dense", "packed"):
+        with pytest.raises(MoonshotError, match="shares weights that its class does not declare.*up_proj.*clone"):
+            pruner.save_pretrained(tmp_path / "out", format=format)
+    assert not any((tmp_path / "out").glob("*.safetensors"))
+
+
 def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     model = make("llama")
     pruner = prune(model)

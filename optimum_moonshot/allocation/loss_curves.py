@@ -62,7 +62,7 @@ def loss_curve(
             assert not hasattr(statistics, "solve")
             return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns, grids)
         assert isinstance(statistics, LayerStatistics)
-        curve = _matrix_curve(solver, weight, statistics, patterns, grids)
+        curve = matrix_curve(solver, weight, statistics, patterns, grids)
     except FactorizationError as error:
         raise error.within(layer.name) from None
     scale = layer.shape[0] / len(weight)
@@ -87,7 +87,7 @@ def _expert_curves(
     for index, expert in enumerate(statistics.groups(len(weights))):
         if expert is None:
             continue  # another process solves it
-        curve = None if expert.gradients is None else _matrix_curve(solver, weights[index], expert, patterns, grids)
+        curve = None if expert.gradients is None else matrix_curve(solver, weights[index], expert, patterns, grids)
         few = expert.tokens is not None and is_under_calibrated(int(expert.tokens), expert.inputs.shape[-1])
         measured.append((curve, curve is None or few))
     if isinstance(statistics, ShardedExperts):
@@ -110,10 +110,10 @@ def _total(curves: Sequence[LossCurve], size: int, factor: float = 1.0) -> LossC
     return LossCurve(size, curves[0].sparsities, total(curve.losses for curve in curves), (), quantized)
 
 
-def _matrix_curve(
+def matrix_curve(
     solver: Solver, weight: Tensor, statistics: LayerStatistics, patterns: Sequence[Pattern], grids: Sequence[Grid]
 ) -> LossCurve:
-    """The curve of a matrix [d_out, d_in], or of some rows of one."""
+    """The curve of a matrix [d_out, d_in], or of some rows of one, as `loss_curve` measures it."""
     gradients = statistics.gradients
     assert isinstance(gradients, Fisher)
     if solver.objective.diagonal_only:

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto as auto
 from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
-from ..reports.plots import PLOT_NAME, by_kind, save_plot
+from ..reports.by_kind import PLOT_NAME, by_kind
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from ..reports.rotation_report import ROTATION_NAME, RotationReport
@@ -116,6 +116,8 @@ def read_entry(card: ModelCard) -> Mapping[str, Any]:
 
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
     """Write README.md and its picture into a folder."""
+    from ..reports.plots import save_plot  # late: importing matplotlib is slow
+
     save_plot(report, folder)
     replace_file(folder / "README.md", str(render(report, facts)))
 

@@ -1,10 +1,8 @@
 """Models on the meta device, from their configuration, and the device map by which accelerate offloads their blocks."""
 
-import shutil
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..devices import default_device
 from ..errors import MoonshotError, Text, check_choice, check_path, reason, require
-from ..files import writing
+from ..files import temporary_folder, writing
 from ..model.layers import find_blocks
 
 PLACES = ("disk", "cpu")  # of offloaded blocks: the checkpoint's files, or host memory
@@ -79,11 +77,10 @@ def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) ->
     return model.to(kind).eval()
 
 
-def offload_options(config: Any, place: str, device: Any, folder: str | None) -> dict[str, Any]:
-    """The options of `from_pretrained` for blocks that are offloaded to a place, "disk" or "cpu".
+def offload_map(config: Any, place: str, device: Any) -> dict[str, Any]:
+    """The `device_map` of `from_pretrained` for blocks that are offloaded to a place, "disk" or "cpu".
 
-    `device`, by default the first GPU or the CPU, is that of onloaded blocks and all other weights. Weights that differ
-    from those in the files, such as fused experts, are in a temporary folder in `folder`.
+    `device`, by default the first GPU or the CPU, is that of onloaded blocks and all other weights.
     """
     check_choice("offload", place, PLACES)
     device = str(default_device()) if device is None else device
@@ -91,30 +88,21 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
     require(single, Text("with {}, name one device", "offload"), field="device_map", value=device)
     message = "the model is on the CPU anyway"
     require(place == "disk" or str(device) != "cpu", message, field="offload", value=place, hint='use "disk"')
-    device_map = _device_map(_empty_model(config), place, device)
-    if folder is not None:
-        with writing("offload_dir", Path(folder)):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    return {
-        "device_map": device_map,
-        "offload_folder": tempfile.mkdtemp(prefix="moonshot-offload-", dir=folder),
-    }
+    return _device_map(_empty_model(config), place, device)
 
 
 @contextmanager
-def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], None]]:
-    """Delete a folder of offloaded weights with the model passed to the yielded function, or if the block fails."""
+def offload_folder(folder: str | None) -> Iterator[Path]:
+    """A temporary folder in `folder`, created if missing, for the weights that differ from those in the files.
 
-    def bind(model: nn.Module) -> None:
-        if folder is not None:
-            weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-
-    try:
-        yield bind
-    except BaseException:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    Such as fused experts. None is the system's folder of temporary files.
+    """
+    directory = Path(folder or tempfile.gettempdir())
+    with ExitStack() as stack:
+        with writing("offload_dir", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            path = stack.enter_context(temporary_folder("moonshot-offload-", directory))
+        yield path
 
 
 def _device_map(model: nn.Module, place: str, device: Any) -> dict[str, Any]:

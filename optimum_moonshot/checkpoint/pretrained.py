@@ -1,6 +1,10 @@
 """Load a dense model, offloaded if wanted, with its tokenizer and image processor."""
 
+import logging
 import os
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -8,8 +12,9 @@ from transformers import AutoConfig
 
 from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
+from ..model.source_files import source_files
 from .file_integrity import check_complete
-from .meta_model import PLACES, folder_of_its_model, meta_device_model, model_class, offload_options
+from .meta_model import PLACES, meta_device_model, model_class, offload_folder, offload_map
 
 # Options of a model that its configuration, tokenizer and processor share.
 _SHARED = ("revision", "token", "trust_remote_code")
@@ -52,11 +57,14 @@ def _load(
     try:
         config = AutoConfig.from_pretrained(name_or_path, **shared)
         quantized = getattr(config, "quantization_config", None)
-        if offload is not None:
-            options = {**options, **offload_options(config, offload, options.get("device_map"), folder)}
-        with folder_of_its_model(options.get("offload_folder") if offload else None) as bind:
-            loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
-            bind(loaded[0])
+        with ExitStack() as stack:
+            if offload is not None:
+                place = {"device_map": offload_map(config, offload, options.get("device_map"))}
+                options = {**options, **place, "offload_folder": str(stack.enter_context(offload_folder(folder)))}
+            with _without_offload_warning():
+                loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
+            source_files(loaded[0])
+            weakref.finalize(loaded[0], stack.pop_all().close)
         return loaded
     except (MoonshotError, OSError):
         raise
@@ -69,3 +77,18 @@ def _load(
             f"{name_or_path}: its weights are quantized ({method}) and cannot be loaded ({message}); "
             "prune the model that they were made from"
         ) from error
+
+
+@contextmanager
+def _without_offload_warning() -> Iterator[None]:
+    """Drop accelerate's warning that parameters are on the meta device, as offloading requires."""
+    logger = logging.getLogger("accelerate.big_modeling")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "on the meta device because they were offloaded" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

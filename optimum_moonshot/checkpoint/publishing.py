@@ -27,14 +27,18 @@ def save_result(
     """As `save_model`; a model that is only rotated has the dense format."""
 
     def save() -> None:
-        if isinstance(report, PruneReport):
-            save_model(model, processors, report, directory, format, **options)
-        else:
-            message = "a rotated model has no zeros to pack; prune it first"
-            require(format in (None, "dense"), message, field="format", value=format)
-            save_model(model, processors, report, directory, "dense", **options)
+        save_model(model, processors, report, directory, _format(report, format), **options)
 
     on_main_process(save)
+
+
+def _format(report: PruneReport | RotationReport, format: str | None) -> str | None:
+    """The format of a model with this report; None is that in memory."""
+    if isinstance(report, PruneReport):
+        return format
+    message = "a rotated model has no zeros to pack; prune it first"
+    require(format in (None, "dense"), message, field="format", value=format)
+    return "dense"
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,14 @@ class Repository:
 def publish(
     model: nn.Module,
     processors: Iterable[Any],
-    report: PruneReport,
+    report: PruneReport | RotationReport,
     repository: Repository,
     format: str | None,
     commit_message: str | None,
     options: dict[str, Any],
 ) -> str:
-    """Upload the files of `save_model` in one commit; returns its address."""
-    check_saving(model, format, options)
+    """Upload the files of `save_result` in one commit; returns its address."""
+    format = check_saving(model, _format(report, format), options)
 
     def upload_model() -> str:
         full = open_repository(**vars(repository))

@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import STAGING_PREFIX, is_weights, replace_file, staged, writing
 from ..model.offload import is_offloaded
+from ..model.source_files import source_files
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.rotation_report import RotationReport
@@ -45,6 +46,9 @@ def save_model(
     plain = not hasattr(model, "save_pretrained")
     if isinstance(report, RotationReport):
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
+    read = {folder for files in source_files(model) for folder in files.folders}
+    message, hint = "the offloaded weights of the model are read from there", "give another folder"
+    require(Path(directory).resolve() not in read, message, field="directory", value=directory, hint=hint)
     with staged("directory", directory) as staging, to_save(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
@@ -64,7 +68,14 @@ def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
     if is_offloaded(model):
         save_streamed(model, folder, format == "packed", **options)
     else:
-        model.save_pretrained(folder, **options)
+        try:
+            model.save_pretrained(folder, **options)
+        except RuntimeError as error:
+            if "shared tensors" not in str(error):
+                raise
+            message = f"it shares weights that its class does not declare as tied: {reason(error)}"
+            hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
+            raise MoonshotError(message, field="model", hint=hint) from error
         if format == "packed":
             pack_files(folder, folder, model)
     if format == EXPORT:

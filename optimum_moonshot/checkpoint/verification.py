@@ -243,7 +243,9 @@ class _Comparison:
             )
         expected, sparsity = declaration.sparsity, self.sparsity
         if expected is not None and sparsity is not None and sparsity < expected - _ROUNDED:
-            lines.append(f"{declaration.source} says sparsity {expected:.4f}: the layers have {sparsity:.4f}")
+            digits = next(digits for digits in range(4, 18) if f"{expected:.{digits}f}" != f"{sparsity:.{digits}f}")
+            says = f"{declaration.source} says sparsity {expected:.{digits}f}"
+            lines.append(f"{says}: the layers have {sparsity:.{digits}f}")
         return lines
 
     def notes(self) -> list[str]:

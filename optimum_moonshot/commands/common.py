@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,9 +126,8 @@ def check_data(option: str, sources: list[str]) -> None:
 
 def check_source(name: str) -> None:
     """Raise `UsageError` unless this is a folder, or possibly a name on the Hub."""
-    from ..data.sources import is_hub_name
-
-    valid = Path(name).is_dir() or (is_hub_name(name) and not Path(name).exists())
+    named = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+    valid = Path(name).is_dir() or (named and not Path(name).exists())
     expect(valid, f"{name}: not a folder, nor an owner/name on the Hub")
 
 

@@ -31,8 +31,10 @@ TIMEOUT = timedelta(hours=24)  # by which one process may be behind the others i
 OPENING = 7200  # seconds by which it may be behind at the beginning of a run
 LATE = 60  # seconds after which a process that waits there logs a warning
 LINGER = 5  # seconds that rank 0 waits for the others to read
+LOOK = 2  # seconds between two looks at the connections to processes that have not begun
 POLL = 0.02  # seconds between two looks at the store
 _ROOT = "optimum_moonshot"
+_TAG = 2**30 + 1  # of messages that nobody receives
 _log = getLogger(__name__)
 
 
@@ -63,15 +65,29 @@ class RunGroup:
         begun = [f"begun/{rank}" for rank in range(self.size)]
         with _store_errors():
             self.store.set(f"begun/{self.rank}", "")
-            if not self._poll(begun, LATE):
-                _log.warning("rank %d waits for the others of the group: all make this call together", self.rank)
-            if not self._poll(begun, OPENING):
-                hint = "call this in every process of the group, or end the remaining ones"
-                waited = f"rank {self.rank} has waited {OPENING / 3600:g} hours"
-                raise MoonshotError(f"a process did not come: {waited}", hint=hint)
+            started, warned = time.monotonic(), False
+            while not self._poll(begun, LOOK):
+                self._check_living()
+                waited = time.monotonic() - started
+                if waited > LATE and not warned:
+                    _log.warning("rank %d waits for the others of the group: all make this call together", self.rank)
+                    warned = True
+                if waited > OPENING:
+                    hint = "call this in every process of the group, or end the remaining ones"
+                    message = f"a process did not come: rank {self.rank} has waited {OPENING / 3600:g} hours"
+                    raise MoonshotError(message, hint=hint)
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         if self.nccl:  # all processes have to take part in the first operation, and not all do in an exchange
             dist.barrier(device_ids=[torch.cuda.current_device()])
+
+    def _check_living(self) -> None:
+        """Raise `RankFailed` for a process that died before it began the run, if the default group shows it."""
+        if "gloo" not in str(dist.get_backend_config()):
+            return
+        missing = [rank for rank in range(self.size) if not self.store.check([f"begun/{rank}"])]
+        for rank in missing:
+            if self._is_closed(rank):
+                raise RankFailed(rank, "its process has died before this call")
 
     def close(self) -> None:
         """Close the connections; processes that wait for this one raise."""
@@ -142,7 +158,7 @@ class RunGroup:
     def _is_closed(self, rank: int) -> bool:
         """Whether the connection to another process is closed: gloo then refuses to send, and else sends later."""
         try:
-            dist.isend(torch.zeros(1), rank, group=self.group)
+            dist.isend(torch.zeros(1), rank, group=self.group, tag=_TAG)
         except RuntimeError:
             return True
         return False

@@ -7,7 +7,7 @@ process alone is `SINGLE_PROCESS`, whose operations return their argument.
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -114,19 +114,20 @@ class Ranks:
     def _split(self, whole: Tensor | None, count: int) -> list[Tensor | None]:
         return [None if whole is None else whole[shard.start : shard.stop] for shard in shards(count, self.size)]
 
-    def check_equal(self, what: str, value: str) -> None:
-        """Check that `value` is the same in all processes; `what` names it in the message.
+    def check_equal(self, what: str, values: Mapping[str, str]) -> None:
+        """Check that values are the same in all processes; `what` and the first name that differs are in the message.
 
         Raises:
             MoonshotError: they differ.
         """
-        others = [rank for rank, other in enumerate(self.all_gather_object(value)) if other != value]
-        if others:
-            raise MoonshotError(
-                f"{what} of rank {self.rank} differs from that of rank {others[0]}: processes that prune together have "
-                "one model, one configuration and one call",
-                hint="load the same model in all of them",
-            )
+        for rank, others in enumerate(self.all_gather_object({**values})):
+            names = [name for name in {**values, **others} if values.get(name) != others.get(name)]
+            if names:
+                raise MoonshotError(
+                    f"{what} of rank {self.rank} differs from that of rank {rank} in {names[0]}: processes that prune "
+                    "together have one model, one configuration and one call",
+                    hint="give all of them the same",
+                )
 
 
 def shards(count: int, processes: int) -> list[range]:

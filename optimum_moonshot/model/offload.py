@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_matrix
+from .source_files import SourceFiles, unprefixed
 
 Load = Callable[[], Tensor]
 
@@ -55,11 +56,14 @@ class WrittenMap(Mapping[str, Tensor]):
     """accelerate's map from names to weights, with the weights that were written in place of the loaded ones."""
 
     def __init__(self, source: Mapping[str, Tensor]):
-        self.source = source
+        self.source, self.files = source, SourceFiles.of(source)
         self.written: dict[str, Load] = {}
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.written[key]() if key in self.written else self.source[key]
+        if key in self.written:
+            return self.written[key]()
+        with self.files.reading(self.source, key):
+            return self.source[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.source)
@@ -69,9 +73,7 @@ class WrittenMap(Mapping[str, Tensor]):
 
     def on_disk(self, key: str) -> bool:
         """Whether a weight is loaded from a file, not from host memory."""
-        table, name = self.source, key
-        while hasattr(table, "dataset"):
-            table, name = table.dataset, table.prefix + name
+        table, name = unprefixed(self.source, key)
         return name not in getattr(table, "state_dict", table)
 
 

@@ -24,6 +24,7 @@ from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import frozen, model_device
 from ..model.layers import onloaded_in_turn, visited
 from ..model.model_info import max_positions, takes_images
+from ..model.weight_sums import model_parts, model_sums
 from ..progress import progress_bar
 from ..results.run_folder import SAMPLES, RunFolder
 from ..results.store import fingerprint
@@ -63,7 +64,8 @@ def load_self(
     else:
         values = {**asdict(source), "prompts": None, "ends": sorted(ends), "beginnings": beginnings}
         settings = json.dumps([values, config.num_samples, length, config.seed])
-        identity = fingerprint(settings, layers=selection.structure.layers_onloaded())
+        sums = model_sums(model, selection.structure.blocks)
+        identity = fingerprint({"the samples": {"settings": settings}, **model_parts(model, sums)})
         ids = _kept(kept, identity, write, notes)
     batches = [{"input_ids": part} for part in ids.split(config.batch_size)]
     return CalibrationData(batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes))

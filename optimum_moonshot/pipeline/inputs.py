@@ -2,11 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..calibration.samples import unshown_samples
@@ -16,10 +14,10 @@ from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData
 from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
-from ..model.layers import PrunableLayer, onloaded_in_turn
+from ..model.layers import Block, onloaded_in_turn
 from ..model.offload import RESIDENT
+from ..model.weight_sums import block_sums, model_parts, model_sums, rest_sums
 from ..results.run_folder import RunFolder
-from ..results.store import weight_sums
 from .backoff import Backoff, enough_memory
 from .block_probe import Extras, probe_blocks
 from .calibration_data import check_without_data, one_by_one, read_data, two_samples
@@ -30,7 +28,7 @@ class BlockProbe(NamedTuple):
     """The result of a first pass of a model whose blocks are offloaded."""
 
     extras: Extras | None  # of the blocks, for passes block by block; None without data
-    sums: list[str]  # of `weight_sums`, in the layers' order
+    sums: dict[str, str]  # of all weights, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +110,11 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     for layer in selection.structure.layers_onloaded() if not offloaded else ():
         check_weight(layer)
     if ranks.size > 1:
-        ranks.check_equal("the configuration", f"{config.fingerprint()} {selection.lam}")
-        ranks.check_equal("the model", _identity(selection, offloaded))
+        ranks.check_equal("the configuration", selection.settings)
+        blocks = {name: "offloaded" for name in offloaded}  # their weights are compared once they are onloaded
+        sums = blocks or model_sums(subject.model, selection.structure.blocks)
+        for part, values in model_parts(subject.model, sums).items():
+            ranks.check_equal(part, values)
     data = None
     if calibration is not None and subject.is_main:
         data = read_data(subject, selection, calibration, kept)
@@ -132,41 +133,30 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
     selection, subject, data = prepared.selection, prepared.subject, prepared.data
     structure, sums, extras = selection.structure, dict[str, str](), None
 
-    def look(layers: Iterable[PrunableLayer]) -> None:
-        for layer in layers:
+    def look(block: Block) -> None:
+        for layer in block.layers:
             check_weight(layer)
-            sums[layer.name] = weight_sums(layer)
+        sums.update(block_sums(block))
 
-    look(structure.outside)
+    for layer in structure.outside:
+        check_weight(layer)
     with frozen(subject.model):
         if data is None:
-            look(layer for layer in structure.layers_onloaded() if layer not in structure.outside)
+            for block in structure.blocks:
+                with block.onloaded():
+                    look(block)
         else:
             two = two_samples(selection, data)
             probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
-            needs_losses, look_at = selection.needs_losses, lambda block: look(block.layers)
-            extras, unshown = probe_blocks(subject.model, structure.blocks, probe, needs_losses, subject.loss, look_at)
+            losses = selection.needs_losses
+            extras, unshown = probe_blocks(subject.model, structure.blocks, probe, losses, subject.loss, look)
             if two is not None:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
                 data = one_by_one(data, unshown)
-    block_probe = BlockProbe(extras, [sums[layer.name] for layer in structure.layers()])
+    block_probe = BlockProbe(extras, sums | rest_sums(subject.model, sums))
     if prepared.backoff.processes > 1:
-        subject.ranks.check_equal("the model", "\n".join(block_probe.sums))
+        subject.ranks.check_equal("the model", block_probe.sums)
     return dataclasses.replace(prepared, data=data, block_probe=block_probe)
-
-
-def _identity(selection: Selection, offloaded: list[str]) -> str:
-    """The model's weights, for a comparison of several processes, which would otherwise wait for each other in vain.
-
-    Where some blocks are `offloaded`, their names and the shapes; their weights are compared once they are onloaded.
-    """
-    if offloaded:
-        return "\n".join([*offloaded, *(f"{layer.name} {layer.shape}" for layer in selection.layers)])
-    sums = []
-    for layer in selection.structure.layers_onloaded():
-        bits = layer.parameter.detach().contiguous().view(torch.uint8)
-        sums.append(f"{layer.name} {layer.shape} {layer.parameter.dtype} {int(bits.sum(dtype=torch.int64))}")
-    return "\n".join(sums)
 
 
 def _with_samples_shown(subject: Subject, selection: Selection, data: CalibrationData) -> CalibrationData:

@@ -1,6 +1,7 @@
 """The model of a run, and the layers, patterns and λ that a configuration selects in it, without calibration data."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,12 @@ class Selection:
     patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; before an allocation
     lam: float  # the configuration's, or the default for this kind of model
     notes: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """All settings that change the result, by the field of the configuration."""
+        values = {**json.loads(self.config.fingerprint()), "lam": self.lam}
+        return {name: json.dumps(value) for name, value in values.items()}
 
     @property
     def layers(self) -> list[PrunableLayer]:

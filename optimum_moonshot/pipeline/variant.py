@@ -4,7 +4,7 @@ Below, the exchange of results between processes, each of which solves some of t
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer, is_on_disk, other_parameters
 from ..model.offload import Changes, Offloaded
+from ..model.weight_sums import model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.prune_report import LayerReport, PruneReport
-from ..results.store import ResultStore, fingerprint
+from ..results.store import ResultStore
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
 from .inputs import Prepared
@@ -188,14 +189,14 @@ def open_store(
     Raises:
         MoonshotError: the folder holds other files, or cannot be written.
     """
-    ranks, structure, identity = prepared.subject.ranks, selection.structure, ""
+    ranks, structure, parts = prepared.subject.ranks, selection.structure, dict[str, Mapping[str, str]]()
     folder = ranks.broadcast_object(folder)
     if folder is not None and ranks.is_main:
-        digest = prepared.data.digest if prepared.data else ""
-        sums = structure.layers_onloaded() if prepared.block_probe is None else prepared.block_probe.sums
-        identity = fingerprint(selection.config.fingerprint(), digest, layers=sums)
+        data = {} if prepared.data is None else {"the samples": prepared.data.digest}
+        sums = prepared.block_probe.sums if prepared.block_probe else model_sums(prepared.model, structure.blocks)
+        parts = {"the configuration": selection.settings, "the data": data, **model_parts(prepared.model, sums)}
     spilling, spill_to = is_on_disk(structure.blocks), selection.config.offload_dir
-    store = ResultStore(folder if ranks.is_main else None, identity, field, spilling, spill_to)
+    store = ResultStore(folder if ranks.is_main else None, parts, field, spilling, spill_to)
     if folder is not None and ranks.size > 1:
         store.share(ranks.broadcast_object)
     return store

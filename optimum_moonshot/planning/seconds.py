@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 import torch
 
-from ..allocation.loss_curves import ROWS, SHARE, SPARSITIES, sampled_count
+from ..allocation.loss_curves import sampled_count
 from ..data.text import CalibrationData
 from ..devices import wait_for
 from ..model.calls import frozen, model_device
 from ..model.layers import Block
 from ..model.offload import RESIDENT
+from ..model.weight_sums import block_sums
 from ..pipeline.selection import Selection, Subject, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
-from ..results.store import weight_sums
 from ..rotation.permutation_search import search_products
 from .memory import Visit
 from .probe import Timing, pass_seconds, total
 from .run_spec import RunSpec, module_bytes, pattern_of
-from .solver import clock, solving_seconds
+from .solver import clock, curve_seconds, solving_seconds
 
 # Bytes per second that a disk is assumed to write.
 DISK_RATE = 500e6
@@ -37,6 +37,7 @@ class Seconds:
     run: RunSpec
     passes: Timing
     solving: dict[str, float]  # by layer
+    curves: dict[str, float]  # by layer, of an allocation; empty without one
     product: float  # of one floating-point operation in a matrix product; 0 without a rotation
     ready: float  # from the start of the plan to its trials, and of checking offloaded weights
     onloading: float  # of all offloaded weights, once
@@ -68,10 +69,8 @@ class Seconds:
             products = ordering_products(run.selection) + learning_products(run.selection)
             seconds["rotation"] = (capture + blocks_once) * run.samples + products * self.product
         if config.allocation == "fisher":
-            rows = sum(
-                self.solving[each.name] * min(1.0, max(ROWS, each.shape[0] // SHARE) / each.shape[0]) for each in layers
-            )
-            seconds["allocation"] = (capture + blocks_once) * sampled_count(run.samples) + rows * len(SPARSITIES) / 2
+            curves = sum(self.curves.values())
+            seconds["allocation"] = (capture + blocks_once) * sampled_count(run.samples) + curves
         solving = sum(self.solving[layer.name] for layer in layers)
         passes = sum(map(self.of_block, visits)) - solving
         seconds["calibration"] = self.ready + capture * run.samples * len(run.sequential) + passes
@@ -132,7 +131,7 @@ def _onloading_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
         onloaded = time.perf_counter()
         for layer in block.layers:
             check_weight(layer)
-            weight_sums(layer)
+        block_sums(block)
         checked = time.perf_counter()
         factor = sum(module_bytes(each.module) for each in offloaded) / max(1, module_bytes(block.module))
     return (onloaded - started) * factor, (checked - onloaded) * factor
@@ -146,12 +145,13 @@ def measure(subject: Subject, run: RunSpec, data: CalibrationData, ready: float)
             passes = pass_seconds(subject, run, data.batches[0])
             onloading, checks = (0.0, 0.0) if run.offloaded is None else _onloading_seconds(run.sequential[0])
             solving, product = solving_seconds(run), 0.0
+            curves = curve_seconds(run) if run.selection.config.allocation == "fisher" else {}
             if run.selection.config.rotation is not None:
                 matrix = torch.ones(512, 512, device=run.device)
                 started = clock(run.device)
                 for _ in range(4):
                     matrix @ matrix
                 product = (clock(run.device) - started) / (4 * 512**3)
-            return Seconds(run, passes, solving, product, ready + checks, onloading)
+            return Seconds(run, passes, solving, curves, product, ready + checks, onloading)
     finally:
         torch.random.set_rng_state(random)

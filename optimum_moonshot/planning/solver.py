@@ -6,14 +6,21 @@ operations that the solver states.
 
 import dataclasses
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..allocation.byte_budget import allocated_bits
+from ..allocation.loss_curves import matrix_curve, sampled_count, sampled_rows, trial_patterns
 from ..calibration.observer import LayerStatistics
 from ..devices import is_gpu, wait_for
 from ..errors import FactorizationError
+from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher, FisherMatrices, SampleGradients
+from ..objective.grid import Grid
 from ..objective.patterns import Pattern
 from ..objective.problem_size import ProblemSize
 from ..pipeline.solve import weight_losses
@@ -48,21 +55,61 @@ def solving_seconds(run: RunSpec) -> dict[str, float]:
     counts: dict[tuple[ProblemSize, Pattern], int] = {}
     for name, kind in kinds.items():
         counts[kind] = counts.get(kind, 0) + matrices[name]
-    seconds = {kind: _matrix_seconds(solver, kind[1], kind[0], count) for kind, count in counts.items()}
+    seconds = {
+        (size, pattern): _matrix_seconds(solver, pattern, size, count, partial(_solve, solver, pattern))
+        for (size, pattern), count in counts.items()
+    }
     return {name: seconds[kind] * matrices[name] for name, kind in kinds.items()}
 
 
-def _matrix_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: int) -> float:
-    """Seconds of one of `count` matrices in the run."""
+def curve_seconds(run: RunSpec) -> dict[str, float]:
+    """Seconds to measure the loss curve of every layer for an allocation; layers of the same size share a trial."""
+    selection, config = run.selection, run.selection.config
+    grids = [Grid(bits, config.quant_group) for bits in allocated_bits(config)]
+    samples = sampled_count(run.samples)
+
+    def measure(patterns: tuple[Pattern, ...], size: ProblemSize) -> float:
+        generator = torch.Generator(size.device).manual_seed(0)
+        weight, statistics = random_problem(selection.solver, size, generator)
+        gradients = torch.randn(samples, *weight.shape, generator=generator, device=size.device)
+        inputs = statistics.inputs.diag() if statistics.diagonal else statistics.inputs
+        started = clock(size.device)
+        with suppress(FactorizationError):  # after most of the time
+            full = LayerStatistics(inputs, SampleGradients(gradients), samples)
+            matrix_curve(selection.solver, weight, full, patterns, grids)
+        return clock(size.device) - started
+
+    seconds: dict[tuple[ProblemSize, tuple[Pattern, ...]], float] = {}
+    by_layer = {}
+    for layer in selection.layers:
+        kind = size, patterns = _curve_size(run, layer), trial_patterns(selection.patterns[layer.name])
+        if kind not in seconds:
+            seconds[kind] = _matrix_seconds(selection.solver, patterns[0], size, 1, partial(measure, patterns))
+        by_layer[layer.name] = seconds[kind] * (layer.groups if layer.separate else 1)
+    return by_layer
+
+
+def _curve_size(run: RunSpec, layer: PrunableLayer) -> ProblemSize:
+    """The problem of a loss curve, which is solved at λ = 1."""
+    sampled = len(range(*sampled_rows(layer).indices(layer.shape[0])))
+    size = problem_size(run, layer, sampled // layer.groups if layer.separate else sampled)
+    block = run.selection.solver.column_block(size.inputs, trial_patterns(run.selection.patterns[layer.name])[0])
+    return dataclasses.replace(size, samples=0, compressed=False, lam=1.0, column_block=block)
+
+
+def _matrix_seconds(
+    solver: Solver, pattern: Pattern, size: ProblemSize, count: int, solve: Callable[[ProblemSize], float]
+) -> float:
+    """Seconds of one of `count` matrices in the run, by `solve` for smaller ones."""
 
     def operations(other: ProblemSize) -> float:
         return solver.work(other, pattern).operations
 
     tried = _smaller(solver, pattern, size, *FIRST_SIZE)
     while True:
-        taken = _solve(solver, pattern, tried)
+        taken = solve(tried)
         if taken < MATRIX_SECONDS:  # the first trial includes the one-time costs of a process
-            taken = min(taken, _solve(solver, pattern, tried))
+            taken = min(taken, solve(tried))
         limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * taken * operations(size) / operations(tried))
         smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, heights in SIZES.items() for rows in heights)
         ratios = {other: operations(other) / operations(tried) for other in (size, *smaller)}

@@ -6,7 +6,6 @@ between λ are too small to see, so a second panel shows them relative to the si
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,35 +13,13 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, PercentFormatter
 
-from .prune_report import LayerReport, PruneReport
+from .by_kind import PLOT_NAME, by_kind
+from .prune_report import PruneReport
 from .seeds import Mean, Swept, baseline_lam, choice, label, mean, means
 
-PLOT_NAME = "moonshot_report.png"
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555", "#ee8866", "#000000")
 MARKERS = "osD^vP*X<>"
 Point = tuple[float, Mean]
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Split a layer's name into block and kind: "model.layers.3.mlp.up_proj" → "model.layers.3", "mlp.up_proj"."""
-    match = re.match(r"(.*\.\d+)\.([^0-9]*[^.]*)$", name)
-    return (match[1], match[2]) if match else ("", name)
-
-
-def by_kind(report: PruneReport) -> dict[str, list[tuple[int, LayerReport]]]:
-    """The layers of every kind, with the index of their block; layers outside of blocks have the last index.
-
-    Kinds and layers are in the model's order.
-    """
-    blocks: dict[str, int] = {}
-    for layer in report.layers:
-        if split_name(layer.name)[0]:
-            blocks.setdefault(split_name(layer.name)[0], len(blocks))
-    kinds: dict[str, list[tuple[int, LayerReport]]] = {}
-    for layer in report.layers:
-        block, kind = split_name(layer.name)
-        kinds.setdefault(kind, []).append((blocks.get(block, len(blocks)), layer))
-    return kinds
 
 
 def plot_report(report: PruneReport) -> Figure:

@@ -7,6 +7,7 @@ layers/NAME.safetensors      the pruned weight of a layer, with its report
 rotation/state.safetensors   the state of learning a rotation
 recovered/NAME.safetensors   the recovered weights of a block's layers, with the block's report
 samples/                     a folder of the same kind, with generated samples in samples/self.safetensors
+earlier/                     the results of the run before, if this one differs from it, until this one is done
 
 One run writes at a time, and deletes only files that runs have written.
 """
@@ -14,9 +15,10 @@ One run writes at a time, and deletes only files that runs have written.
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -28,9 +30,10 @@ from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
 CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES = "curves", "layers", "recovered", "rotation", "samples"
-_MANIFEST, _LOCK = "run.json", "run.lock"
+_MANIFEST, _LOCK, _EARLIER = "run.json", "run.lock", "earlier"
 _KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES)
 _INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first
+Parts = Mapping[str, Mapping[str, str]]  # what a run depends on, by section and name
 _WRITTEN = ("*.safetensors", *_INCOMPLETE)
 
 
@@ -48,15 +51,19 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], field: str):
         check_folder(field, path)
         self.path, self.field = Path(path), field
-        self.fingerprint = ""
+        self.fingerprint = self.difference = ""  # from the run whose results were in the folder
         # One lock for all runs of this process: a run that failed must not block the next.
         self._lock = FileLock(self.path.absolute() / _LOCK, timeout=0, is_singleton=True)
 
-    def open(self, fingerprint: str) -> bool | None:
-        """Lock the folder for a run, and delete the results of any other run.
+    def open(self, fingerprint: str, parts: Parts = MappingProxyType({})) -> bool | None:
+        """Lock the folder for a run, and set the results of another run aside.
+
+        Args:
+            fingerprint: of everything that the results depend on.
+            parts: the same, by section and name, for `difference`.
 
         Returns:
-            True if the folder contains results of the same run, False if those of another one were deleted, None if
+            True if the folder contains results of the same run, False if those of another one were set aside, None if
             there were none.
 
         Raises:
@@ -68,22 +75,48 @@ class RunFolder:
             resumes = self._check_contents()
             self._acquire()
             try:
-                same = read_json(self.path / _MANIFEST).get("fingerprint") == fingerprint if resumes else None
+                before = read_json(self.path / _MANIFEST) if resumes else {}
+                same = before.get("fingerprint") == fingerprint if resumes else None
             except MoonshotError as error:
                 raise self._error(str(error), "remove the folder to start again") from None
+            if same is False:
+                self.difference = difference(before.get("parts", {}), parts)
+                same = self._set_aside(fingerprint)
             self._clear(_INCOMPLETE if same else _WRITTEN)
             if not same:
-                replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
+                manifest = {"fingerprint": fingerprint, "parts": {name: {**part} for name, part in parts.items()}}
+                replace_file(self.path / _MANIFEST, json.dumps(manifest))
         self.fingerprint = fingerprint
         return same
 
     def _check_contents(self) -> bool:
         """Whether the folder is that of a run; raises for other files."""
         resumes = (self.path / _MANIFEST).exists()
-        foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM, SAMPLES}
+        ours = {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM, SAMPLES, _EARLIER, _EARLIER + UNFINISHED}
+        foreign = {path.name for path in self.path.iterdir()} - ours
         if foreign and not resumes:
             raise self._error("contains other files", "give an empty or a new folder")
         return resumes
+
+    def _set_aside(self, fingerprint: str) -> bool:
+        """Move the results to `earlier`, and bring those of this run back; return whether there are any."""
+        earlier, unfinished = self.path / _EARLIER, self.path / (_EARLIER + UNFINISHED)
+        self._remove_all(unfinished)
+        _move_results(self.path, unfinished)
+        returns = (earlier / _MANIFEST).exists() and read_json(earlier / _MANIFEST).get("fingerprint") == fingerprint
+        if returns:
+            _move_results(earlier, self.path)
+        self._remove_all(earlier)
+        unfinished.rename(earlier)
+        return returns
+
+    @staticmethod
+    def _remove_all(folder: Path) -> None:
+        """Delete a folder that `_set_aside` has written."""
+        for path in [*folder.glob("*/*"), *folder.glob("*")]:
+            path.rmdir() if path.is_dir() else path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
 
     def _error(self, message: str, hint: str) -> MoonshotError:
         return MoonshotError(message, field=self.field, value=self.path, hint=hint)
@@ -155,6 +188,8 @@ class RunFolder:
         self._clear()
         (self.path / (_MANIFEST + UNFINISHED)).unlink(missing_ok=True)
         RunFolder.remove_all(self.path / SAMPLES)
+        for name in (_EARLIER, _EARLIER + UNFINISHED):
+            self._remove_all(self.path / name)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
         self.path.rmdir()  # fails for a link, a mount point, or a folder with other files, which remain
@@ -178,6 +213,26 @@ class RunFolder:
                 path.unlink()
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def difference(before: Parts, now: Parts) -> str:
+    """The first difference between two runs, as "the model differs in lm_head.weight and 2 others"."""
+    for section, values in now.items():
+        other = before.get(section, {})
+        names = [name for name in {**other, **values} if other.get(name) != values.get(name)]
+        if names:
+            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            return f"{section} differs in {names[0]}{more}"
+    return "the settings differ"
+
+
+def _move_results(source: Path, target: Path) -> None:
+    """Move the results of a run; its manifest is the last, so that results are never without one after a kill."""
+    target.mkdir(exist_ok=True)
+    for kind in _KINDS:
+        if (source / kind).is_dir() and not (source / kind / _MANIFEST).exists():  # the samples' own folder stays
+            (source / kind).rename(target / kind)
+    (source / _MANIFEST).rename(target / _MANIFEST)
 
 
 def _digest(path: Path, report: str, tensors: dict[str, Tensor]) -> str:

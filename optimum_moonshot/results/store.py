@@ -6,8 +6,9 @@ surviving weights.
 
 import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..packing import weight_of
 from ..packing.spill_codec import decode_spilled, encode_spilled, spill_matrix
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
-from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
+from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, Parts, RunFolder
 
 _POINTS = ("sparsities", "losses")  # fields of a `LossCurve`
 _QUANTIZED = "quantized"
@@ -32,7 +33,7 @@ _EXPERTS = "experts"  # the losses of each expert, in the file of a mixture's cu
 class ResultStore:
     """Pruned weights in the model's dtype: in files of `folder`, named by `field` in messages, or in host memory.
 
-    The fingerprint is that of everything that the results depend on: files of another run are deleted, with a note.
+    `parts` are everything that the results depend on: files of another run are set aside, with a note.
     Without a folder, `spilling` keeps the weights in an unlinked temporary file in `spill_to` (None: the system's).
 
     Raises:
@@ -42,7 +43,7 @@ class ResultStore:
     def __init__(
         self,
         folder: str | os.PathLike[str] | None,
-        fingerprint: str,
+        parts: Parts,
         field: str = "resume_dir",
         spilling: bool = False,
         spill_to: str | None = None,
@@ -57,11 +58,11 @@ class ResultStore:
         self.notes: list[str] = []
         self._rotation: Learned | None = None
         if self.folder is not None:
-            same = self.folder.open(fingerprint)
+            same = self.folder.open(fingerprint(parts), parts)
             if same:
                 self._restore(self.folder)
             elif same is False:
-                self.notes.append("an unfinished run with other settings was discarded")
+                self.notes.append(f"an unfinished run was set aside until this one is done: {self.folder.difference}")
 
     def _restore(self, folder: RunFolder) -> None:
         damaged = 0
@@ -220,19 +221,6 @@ def sparsity_of(weight: Tensor) -> float:
     return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()
 
 
-def fingerprint(*parts: str, layers: Iterable[PrunableLayer | str]) -> str:
-    """SHA-256 of the settings and of the dense weights, of which each layer, or its `weight_sums`, gives two sums."""
-    digest = hashlib.sha256("\n".join(parts).encode())
-    for layer in layers:
-        digest.update((layer if isinstance(layer, str) else weight_sums(layer)).encode())
-    return digest.hexdigest()
-
-
-def weight_sums(layer: PrunableLayer) -> str:
-    """A layer's name and shape, and two sums that identify its dense weight; experts are added one by one."""
-    first = second = 0.0
-    for part in map(layer.expert, range(layer.groups)) if layer.separate else (layer,):
-        weight = part.matrix.double()
-        ramp = torch.linspace(1, 2, weight.shape[1], dtype=torch.float64, device=weight.device)
-        first, second = first + weight.sum().item(), second + (weight @ ramp).square().sum().item()
-    return f"{layer.name} {layer.shape} {first} {second}"
+def fingerprint(parts: Parts) -> str:
+    """SHA-256 of everything that the results of a run depend on."""
+    return hashlib.sha256(json.dumps({name: {**part} for name, part in parts.items()}).encode()).hexdigest()

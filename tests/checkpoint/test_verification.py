@@ -1,6 +1,7 @@
 """`verify`: the weights of a folder against its declared metadata, whichever tool wrote it last."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -198,6 +199,18 @@ def test_a_quantization_that_loses_zeros_is_a_mismatch(scheme, dense):
     assert not result and result.sparsity < 0.45 and result.format == "gptq"
     assert "README.md says 2:4: 21 of 21 layers are not" in " ".join(result.mismatches)
     assert any(line.startswith("config.json says sparsity 0.5000: the layers have ") for line in result.mismatches)
+
+
+def test_a_mismatch_shows_the_digits_that_differ(dense):
+    """With four digits the message read "says sparsity 0.5000: the layers have 0.5000"."""
+    path = dense / "model.safetensors"
+    tensors = load_file(path)
+    weight = next(tensor for name, tensor in tensors.items() if "up_proj" in name)
+    weight[0, (weight[0] == 0).nonzero()[0]] = 1
+    save_file(tensors, path, {"format": "pt"})
+    lines = [line for line in verify(dense).mismatches if "says sparsity" in line]
+    pairs = [re.findall(r"0\.\d+", line) for line in lines]
+    assert pairs and all(said != counted and float(said) > float(counted) for said, counted in pairs), lines
 
 
 def test_unreadable_weights_are_a_mismatch(dense):

@@ -41,7 +41,11 @@ def done(tmp_path_factory):
     """The results of `found_by`, and "folder" → the output folder of the processes."""
     folder = tmp_path_factory.mktemp("ranks")
     results, stderr = found_by("ranks.py", folder)
-    expected = {(size, rank) for size in (1, 2, 4) for rank in range(size)} | {("dying", 0), ("breaking", 0)}
+    expected = {(size, rank) for size in (1, 2, 4) for rank in range(size)} | {
+        ("dying", 0),
+        ("breaking", 0),
+        ("absent", 0),
+    }
     expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
     assert results.keys() == expected, stderr
     return {**results, "folder": folder}
@@ -118,8 +122,21 @@ def test_the_error_names_the_process_that_died_in_a_transfer(done):
     assert done["breaking", 0] == {"broken": f"RankFailed: {DIED}"}
 
 
-def test_different_configurations_are_an_error(done):
-    assert "the configuration of rank 0 differs from that of rank 1" in done[2, 0]["differing"]
+def test_the_error_names_the_process_that_died_before_its_call(done):
+    assert done["absent", 0] == {"absent": "RankFailed: rank 1 failed: its process has died before this call"}
+
+
+@pytest.mark.parametrize(
+    "case, difference",
+    [
+        ("differing", "the configuration of rank {} differs from that of rank {} in sparsity"),
+        ("differing norm", "the model of rank {} differs from that of rank {} in model.norm.weight"),
+        ("differing calls", "the call of rank {} differs from that of rank {} in the method"),
+    ],
+)
+def test_processes_that_differ_are_an_error_in_both(case, difference, done):
+    assert difference.format(0, 1) in done[2, 0][case]
+    assert "differs from that of rank" in done[2, 1][case] and difference.rpartition(" ")[2] in done[2, 1][case]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

@@ -210,7 +210,8 @@ def test_a_configuration_that_masks_from_the_start(name):
     torch.manual_seed(1)
     expected = logits(adapted)
     assert torch.equal(logits(sparse_lora(adapted)), expected)
-    for options, words in ((dict(use_dora=True), "DoraLinearVariant"), (dict(init_lora_weights="pissa"), "pissa")):
+    refused = (dict(use_dora=True), "DoraLinearVariant"), (dict(init_lora_weights="pissa"), "pissa")
+    for options, words in (*refused, (dict(lora_bias=True), "lora_bias=True: masked adapters have no bias")):
         with pytest.raises(MoonshotError, match=words):
             peft.get_peft_model(pruned(name), SparseLoraConfig(**{**settings, **options}))
 

@@ -251,7 +251,7 @@ def test_a_failed_read_or_write_keeps_the_model(llama, monkeypatch, tmp_path):
     assert torch.equal(pruner.model(ids).logits, before)
     (tmp_path / "cache").rename(tmp_path / "away")
     (tmp_path / "cache").write_text("no folder")
-    with pruner._run(None, None, False):
+    with pruner._run(None, None, None, False):
         pass
     with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.onloaded(), torch.no_grad():
         block.module.mlp.up_proj.weight.zero_()

@@ -18,6 +18,7 @@ from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
 from optimum_moonshot.pipeline import loop
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
+from optimum_moonshot.planning import seconds as planning_seconds
 from optimum_moonshot.planning.footprint import LiveBytes, shape_of
 from optimum_moonshot.planning.seconds import ordering_products
 from optimum_moonshot.planning.solver import random_problem
@@ -42,6 +43,18 @@ def planned(config=None, **fields):
 
 def most(plan, item):
     return max(sum(snapshot.items.get(item, {}).values()) for snapshot in plan.snapshots)
+
+
+def test_the_seconds_of_an_allocation_are_those_of_its_trials(monkeypatch):
+    """ALPS tries patterns by SparseGPT, which takes a fraction of its time."""
+    config = MoonshotConfig(**{**FAST, "num_samples": 6}, solver="alps", lam=1, allocation="fisher")
+    monkeypatch.setattr(planning_seconds, "solving_seconds", lambda run: dict.fromkeys(names(run), 1000.0))
+    plan = MoonshotPruner(llama(), config).plan(token_batches())
+    assert plan.seconds["solver"] >= 1000 > 100 > plan.seconds["allocation"] > 0
+
+
+def names(run):
+    return [layer.name for layer in run.selection.layers]
 
 
 @pytest.mark.parametrize("name", ["wanda", "magnitude", "sparsegpt", "alps", "obc", "cap", "osscar"])

@@ -54,6 +54,12 @@ def test_a_reopened_folder_has_the_saved_results(tmp_path):
     folder.release()
     folder, resumed = opened(tmp_path / "run", "another")
     assert resumed is False and not list(folder.saved(LAYERS)) and not path.exists()
+    folder.release()
+    folder, resumed = opened(tmp_path / "run")  # set aside until the other run is done
+    assert resumed and torch.equal(next(folder.saved(LAYERS))[2]["layer"], TENSORS["layer"])
+    folder.release()
+    folder, resumed = opened(tmp_path / "run", "another")
+    assert resumed is True and not list(folder.saved(LAYERS))
     folder.discard()
     assert not (tmp_path / "run").exists()
 
@@ -181,10 +187,26 @@ def test_a_failed_save_keeps_the_results(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("weight", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_run_does_not_resume_after_a_weight_outside_of_its_layers_changed(weight, tmp_path):
+    """Half of the results would be those of another model."""
+    first = prune(tmp_path / "run")
+    changed = pruner()
+    changed.model.get_parameter(weight).data.mul_(1.01)
+    report = changed.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
+    note = f"an unfinished run was set aside until this one is done: the model differs in {weight}"
+    assert note in report.notes and not any("taken over" in each for each in report.notes)
+    again = prune(tmp_path / "run")  # with the first weights: all results are still there
+    assert any("21 layers were taken over" in each for each in again.report.notes)
+    assert_same(again.model, weights(first.model))
+    again.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_save_keeps_the_results_of_a_later_run(tmp_path):
     first, folder = prune(tmp_path / "run"), tmp_path / "run"
     second = prune(folder, damping=0.02)
-    assert any("discarded" in note for note in second.report.notes)
+    assert any("set aside" in note and "in hyperparameters" in note for note in second.report.notes)
     first.save_pretrained(tmp_path / "first")
     assert len(list((folder / LAYERS).glob("*"))) == 21
     second.save_pretrained(tmp_path / "second")

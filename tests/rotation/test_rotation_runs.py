@@ -196,6 +196,28 @@ def test_a_path_of_sparsities_rotates_once():
     assert done.report.sparsity == 0.5 and done.report.rotation.rotated
 
 
+@pytest.mark.parametrize("changes", [{"pattern": "2:4"}, {"pattern": "2:4", "bits": 4, "quant_group": 64}])
+def test_a_pruned_model_is_not_rotated(changes):
+    pruned = pruner(rotation=None, **changes)
+    pruned.prune(token_batches(), progress=False)
+    before = weights(pruned.model)
+    for again in (pruned, MoonshotPruner(pruned.model, MoonshotConfig(sparsity=0.5))):
+        with pytest.raises(MoonshotError, match=r"rotation: .*pruned already \(2:4\).*rotate the dense model"):
+            again.rotate(token_batches(), progress=False)
+    with pytest.raises(MoonshotError, match="pruned already"):
+        MoonshotPruner(pruned.model, MoonshotConfig(**SETTINGS)).prune(token_batches(), progress=False)
+    assert same(weights(pruned.model), before)
+
+
+def test_a_compact_model_is_rotated():
+    small = pruner(rotation=None, solver="osscar", pattern="structured", sparsity=0.25, lam=1)
+    small.prune(token_batches(), progress=False)
+    small.compact()
+    again = MoonshotPruner(small.model, MoonshotConfig(**SETTINGS))
+    report = again.prune(token_batches(), progress=False)
+    assert report.rotation.rotated
+
+
 def test_data_are_needed():
     with pytest.raises(MoonshotError, match="rotation='learned': it is learned on calibration data"):
         MoonshotPruner(make("llama"), MoonshotConfig(**SETTINGS, solver="magnitude")).prune(progress=False)

@@ -223,6 +223,24 @@ def test_functions_that_change_weights_need_a_dense_model(tmp_path):
     hf.Trainer(pruner.model, arguments)
 
 
+def test_models_that_were_loaded_packed_become_dense_and_are_pruned_again(tmp_path):
+    pruned(pattern="2:4").save_pretrained(tmp_path / "packed", format="packed")
+    for model in (AUTO.from_pretrained(tmp_path / "packed"), load_pruned(tmp_path / "packed", runtime="packed")):
+        pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="1:4"))
+        if held(model):
+            with pytest.raises(MoonshotError, match=r'call pruner.to_runtime\("dense"\) first'):
+                pruner.prune(progress=False)
+        for save in (pruner.save_pretrained, pruner.push_to_hub):
+            with pytest.raises(MoonshotError, match="model.save_pretrained or model.push_to_hub"):
+                save(str(tmp_path / "again"))
+        pruner.to_runtime("packed")
+        assert held(model)
+        pruner.to_runtime("dense")
+        assert not held(model)
+        assert pruner.prune(progress=False).sparsity == 0.75
+        pruner.save_pretrained(tmp_path / "again")
+
+
 def test_unsupported_models_are_refused():
     model = make("llama")
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="2:4"))

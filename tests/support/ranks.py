@@ -262,6 +262,20 @@ def differing():
     return error_of(lambda: MoonshotPruner(model(), config).prune(token_batches()))
 
 
+def differing_norm():
+    """The final norm, which no layer has, differs: the Fisher gradients would be those of two models."""
+    other = model()
+    other.model.norm.weight.data += 0.1 * dist.get_rank()
+    return error_of(lambda: MoonshotPruner(other, MoonshotConfig(sparsity=0.5)).prune(token_batches(), progress=False))
+
+
+def differing_calls():
+    """One process prunes, the other sweeps."""
+    pruner = MoonshotPruner(model(), MoonshotConfig(sparsity=0.5))
+    call = pruner.sweep if dist.get_rank() else pruner.prune
+    return error_of(lambda: call(token_batches(), progress=False))
+
+
 def error_of(work):
     """The type and message of the error that `work` raises."""
     try:
@@ -279,6 +293,8 @@ def work(folder, size):
     if size == 2:
         done["crowded"] = crowded()
         done["differing"] = differing()
+        done["differing norm"] = differing_norm()
+        done["differing calls"] = differing_calls()
         done["failure"] = failure(folder / "resumed")
         done["after the failure"] = CASES["sparsegpt"]()
         done["files"] = sorted(path.stem for path in (folder / "resumed" / "layers").iterdir())
@@ -289,6 +305,13 @@ def work(folder, size):
 
 def dying(folder, size):
     return {"killed": killed(folder / "killed")}
+
+
+def absent(folder, size):
+    """One process dies before its call."""
+    if dist.get_rank() == 1:
+        os._exit(9)
+    return {"absent": error_of(lambda: resumable(None))}
 
 
 def breaking(folder, size):
@@ -370,7 +393,7 @@ if __name__ == "__main__":
         started = time.perf_counter()
         codes = start(work, folder, size, "done")
         print(f"{size} processes: {time.perf_counter() - started:.1f} s {codes}", file=sys.stderr)
-    for end in (dying, breaking):
+    for end in (dying, breaking, absent):
         print(start(end, folder, 2, end.__name__), file=sys.stderr)
     save_model(folder / "model")
     for name in COMMANDS:
