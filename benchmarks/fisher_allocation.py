@@ -129,7 +129,7 @@ class Bench:
         subject = Subject(self.model, self.tokenizer, progress=False)
         prepared = prepare(subject, selection, str(DEMO / "calibration.txt"))
         with frozen(self.model), progress_bar(total=len(selection.layers), desc="six solves", shown=False) as bar:
-            task = SixSolves(prepared, config.lam, [Variant(selection, ResultStore(None, ""))], bar)
+            task = SixSolves(prepared, config.lam, [Variant(self.model, selection, ResultStore(None, ""))], bar)
             run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
         self.curves[config] = task.curves
         return task.curves

@@ -19,7 +19,7 @@ from ..errors import MoonshotError, Text, require
 from .experts import ExpertsLayer, expert_parameters, stacks_experts
 from .layer_kinds import WEIGHT, find_layer
 from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
-from .offload import RESIDENT, Offloaded, Weights, weights_of
+from .offload import RESIDENT, Offloaded, Weights, mark_written, weights_of
 
 ROUTER = "a router of experts stays dense unless targets names it"
 Within = Callable[[nn.Module], AbstractContextManager[Any]]  # a context around each call of a module
@@ -61,6 +61,46 @@ class Structure:
                 with block.onloaded():
                     yield from block.layers
         yield from self.outside
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter that is not the matrix of a pruned layer; it is read and written as the matrix of one."""
+
+    name: str  # in the model
+    module: nn.Module  # its owner
+    key: str
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> "NamedParameter":
+        """The parameter of a model with this name."""
+        owner, _, key = name.rpartition(".")
+        return cls(name, model.get_submodule(owner), key)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The module's parameter, or the placeholder of an offloaded one."""
+        parameter = self.module._parameters[self.key]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The tensor, of any shape, to read."""
+        return self.parameter.detach()
+
+    def as_parameter(self, tensor: Tensor) -> Tensor:
+        """A tensor in the layout of the parameter, which is its own."""
+        return tensor
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy a tensor into the parameter; an offloaded block stores it on exit."""
+        self.matrix.copy_(tensor)
+        mark_written(self.module, self.key)
 
 
 def other_parameters(model: nn.Module, layers: Iterable[PrunableLayer]) -> list[nn.Parameter]:

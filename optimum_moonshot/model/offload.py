@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..mapped import SpillFile
-from ..packing.spill_codec import spill_matrix
+from ..packing.spill_codec import spill_tensor
 from .source_files import SourceFiles, unprefixed
 
 Load = Callable[[], Tensor]
@@ -189,12 +189,9 @@ class Offloaded:
         if not slot.hook.weights_map.on_disk(slot.name):
             copied = tensor.clone()
             return lambda: copied
-        shape = tuple(tensor.shape)
-        matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
         if self._spill is None:
             self._spill = SpillFile(self.folder())
-        load = spill_matrix(self._spill, slot.name, matrix)
-        return lambda: load().reshape(shape)
+        return spill_tensor(self._spill, slot.name, tensor)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:
         """Store another weight in place of a placeholder, without onloading; `load` has the parameter's layout."""

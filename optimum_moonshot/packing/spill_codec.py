@@ -50,5 +50,12 @@ def spill_matrix(file: SpillFile, name: str, matrix: Tensor) -> Callable[[], Ten
     return lambda: decode_spilled(name, set(parts), lambda part: parts[part](), shape)
 
 
+def spill_tensor(file: SpillFile, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+    """As `spill_matrix`, for a tensor of any shape."""
+    shape = tuple(tensor.shape)
+    load = spill_matrix(file, name, tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1)))
+    return lambda: load().reshape(shape)
+
+
 def _layer(shape: tuple[int, ...], dtype: str) -> PackedLayer:
     return PackedLayer(tuple(shape), False, Unstructured.kind, dtype)

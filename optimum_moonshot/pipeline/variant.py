@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..model.layers import PrunableLayer, is_on_disk, other_parameters
-from ..model.offload import Changes, Offloaded
+from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, other_parameters
+from ..model.offload import RESIDENT, Changes, Offloaded, Weights
 from ..model.weight_sums import model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
@@ -27,13 +27,14 @@ from .run_report import attach_report
 from .selection import Selection
 
 Value = TypeVar("Value")
+Written = PrunableLayer | NamedParameter  # a layer's matrix, or another parameter that a recovery has changed
 
 
 class Variant:
     """A selection of layers, patterns and λ, and the results so far, some of which may be of an earlier run."""
 
-    def __init__(self, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
-        self.selection, self.store = selection, store
+    def __init__(self, model: nn.Module, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
+        self.model, self.selection, self.store = model, selection, store
         self.patterns: dict[str, Pattern | MixedNM] = dict(selection.patterns)
         self.notes = [*selection.notes, *notes, *store.notes]  # for the report
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
@@ -47,7 +48,7 @@ class Variant:
     ) -> "Variant":
         """As `open_store`; the selection differs from the prepared one in λ, pattern and sparsity at most."""
         notes = prepared.data.notes if prepared.data else ()
-        return cls(selection, open_store(prepared, selection, folder, field), notes)
+        return cls(prepared.model, selection, open_store(prepared, selection, folder, field), notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
@@ -66,6 +67,17 @@ class Variant:
         """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""
         pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
         return self.selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
+
+    def written(self) -> Iterator[tuple[Weights, list[Written]]]:
+        """The layers and parameters with results, by the weights of their block; last those outside of the blocks."""
+        structure, names = self.selection.structure, sorted(self.store.parameters)
+        for block in (*structure.blocks, None):
+            layers = structure.outside if block is None else block.layers
+            inside = [name for name in names if block is None or name.startswith(f"{block.name}.")]
+            names = [name for name in names if name not in inside]
+            parameters = [NamedParameter.of(self.model, name) for name in inside]
+            pruned = [layer for layer in layers if layer.name not in self.skipped]
+            yield RESIDENT if block is None else block.weights, [*pruned, *parameters]
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
         """Keep a layer's result, a weight [d_out, d_in] on any device, and add up the time that it took."""
@@ -133,8 +145,8 @@ class Variant:
 class _Dense:
     """The dense weights that results have replaced."""
 
-    selection: Selection
-    weights: dict[str, Tensor] = field(default_factory=dict)  # by layer, [d_out, d_in] in host memory
+    variant: Variant
+    weights: dict[str, Tensor] = field(default_factory=dict)  # by layer or parameter, in host memory
     offloaded: list[tuple[Offloaded, Changes]] = field(default_factory=list)  # earlier changes of offloaded blocks
 
     @torch.no_grad()
@@ -142,40 +154,34 @@ class _Dense:
         """Put them back."""
         for weights, changes in self.offloaded:
             weights.restore(changes)
-        structure = self.selection.structure
-        for block in (*structure.blocks, None):
-            if block is None or not isinstance(block.weights, Offloaded):
-                with nullcontext() if block is None else block.onloaded():
-                    for layer in structure.outside if block is None else block.layers:
-                        if layer.name in self.weights:
-                            layer.write(self.weights[layer.name])
+        for _, written in self.variant.written():
+            for each in written:
+                if each.name in self.weights:  # none of an offloaded block
+                    each.write(self.weights[each.name])
 
 
 @torch.no_grad()
-def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> _Dense:
-    """Give every layer the matrix `weight(layer)`; returns the dense ones, which a failure puts back."""
-    structure, dense = variant.selection.structure, _Dense(variant.selection)
+def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
+    """Give every layer and parameter the tensor `weight(…)`; returns the dense ones, which a failure puts back."""
+    dense = _Dense(variant)
     try:
-        for block in (*structure.blocks, None):
-            layers = structure.outside if block is None else block.layers
-            layers = tuple(layer for layer in layers if layer.name not in variant.skipped)
-            if block is not None and isinstance(block.weights, Offloaded):
-                dense.offloaded.append((block.weights, block.weights.changes()))
-                for layer in layers:
-                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer.name)))
+        for weights, written in variant.written():
+            if isinstance(weights, Offloaded):
+                dense.offloaded.append((weights, weights.changes()))
+                for each in written:
+                    weights.replace(each.parameter, _parameter(each, variant.store.loader(each.name)))
                 continue
-            with nullcontext() if block is None else block.onloaded():
-                for layer in layers:
-                    dense.weights[layer.name] = layer.matrix.to("cpu", copy=True)
-                    layer.write(weight(layer))
+            for each in written:
+                dense.weights[each.name] = each.matrix.to("cpu", copy=True)
+                each.write(weight(each))
     except BaseException:
         dense.restore()
         raise
     return dense
 
 
-def _parameter(layer: PrunableLayer, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Loads a matrix in the layout of the layer's parameter."""
+def _parameter(layer: Written, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Loads a tensor in the layout of the parameter."""
     return lambda: layer.as_parameter(load()).contiguous()
 
 
@@ -220,17 +226,20 @@ def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Seque
         for index, report in of_process:
             if (index, report.name) not in shared:
                 shared.add((index, report.name))
-                weight = _broadcast(prepared, variants[index], layers[report.name], rank)
+                weight = _broadcast(prepared, variants[index].store, layers[report.name], rank)
                 if ranks.rank != rank:
                     variants[index].store.put(report, weight)  # without the seconds, which another process took
     return len({name for _, name in shared}) - len(solved)
 
 
-def _broadcast(prepared: Prepared, variant: Variant, layer: PrunableLayer, rank: int) -> Tensor:
-    """The result of one process for a layer, in all of them."""
+def _broadcast(prepared: Prepared, store: ResultStore, each: Written, rank: int) -> Tensor:
+    """The result of one process for a layer or a parameter, in all of them."""
     ranks = prepared.subject.ranks
-    like = torch.empty(layer.shape, dtype=layer.parameter.dtype, device="meta")
-    return ranks.broadcast(variant.store.weight(layer) if ranks.rank == rank else None, like, rank)
+    result = store.weight(each) if ranks.rank == rank else None
+    shape = each.shape if result is None else result.shape
+    if isinstance(each, NamedParameter):  # a recovered one may have fewer experts
+        shape = ranks.broadcast_object(shape, rank)
+    return ranks.broadcast(result, torch.empty(shape, dtype=each.parameter.dtype, device="meta"), rank)
 
 
 def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list[tuple[int, str, LossCurve]]) -> None:
@@ -243,15 +252,19 @@ def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list
 def share_recovered(prepared: Prepared, variant: Variant) -> None:
     """Give all processes the blocks that the first one has recovered."""
     ranks, store = prepared.subject.ranks, variant.store
-    for block in prepared.selection.structure.blocks if ranks.size > 1 else ():
-        report = ranks.broadcast_object(store.blocks.get(block.name))
-        if report is None:
-            continue
-        inside = {id(parameter) for parameter in block.module.parameters()}
-        layers = [layer for layer in variant.layers if id(layer.parameter) in inside]
-        weights = {layer.name: _broadcast(prepared, variant, layer, 0) for layer in layers}
+    if ranks.size == 1:
+        return
+    layers = {layer.name: layer for layer in variant.layers}
+    blocks, recovered, others = ranks.broadcast_object((store.blocks, store.recovered, store.parameters))
+    for name, report in blocks.items():
+        weights, parameters = dict[str, Tensor](), dict[str, Tensor]()
+        for each in recovered[name]:
+            if each in others:
+                parameters[each] = _broadcast(prepared, store, NamedParameter.of(prepared.model, each), 0)
+            else:
+                weights[each] = _broadcast(prepared, store, layers[each], 0)
         if not ranks.is_main:
-            store.put_block(report, weights)
+            store.put_block(report, weights, parameters)
 
 
 def learned_in_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:

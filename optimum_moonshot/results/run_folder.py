@@ -5,7 +5,7 @@ run.lock                     held by the process that writes; the system release
 curves/NAME.safetensors      losses of a layer at several sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
 rotation/state.safetensors   the state of learning a rotation
-recovered/NAME.safetensors   the recovered weights of a block's layers, with the block's report
+recovered/NAME.safetensors   the recovered weights of a block's layers and its parameters, with the block's report
 samples/                     a folder of the same kind, with generated samples in samples/self.safetensors
 earlier/                     the results of the run before, if this one differs from it, until this one is done
 

@@ -17,21 +17,24 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..mapped import SpillFile
-from ..model.layers import PrunableLayer
+from ..model.layers import NamedParameter, PrunableLayer
 from ..objective.loss_allocation import LossCurve
 from ..packing import weight_of
-from ..packing.spill_codec import decode_spilled, encode_spilled, spill_matrix
+from ..packing.spill_codec import decode_spilled, encode_spilled, spill_tensor
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, Parts, RunFolder
 
 _POINTS = ("sparsities", "losses")  # fields of a `LossCurve`
 _QUANTIZED = "quantized"
+_PARAMETER = "parameter of the model: "  # prefix of a name in the file of a recovered block
 _EXPERTS = "experts"  # the losses of each expert, in the file of a mixture's curve
 
 
 class ResultStore:
     """Pruned weights in the model's dtype: in files of `folder`, named by `field` in messages, or in host memory.
+
+    A recovery replaces them, and adds parameters that are not matrices of pruned layers, by their names in the model.
 
     `parts` are everything that the results depend on: files of another run are set aside, with a note.
     Without a folder, `spilling` keeps the weights in an unlinked temporary file in `spill_to` (None: the system's).
@@ -50,11 +53,13 @@ class ResultStore:
     ):
         self.folder = None if folder is None else RunFolder(folder, field)
         self.spill = SpillFile(spill_to) if spilling else None
-        self.weights: dict[str, Callable[[], Tensor]] = {}  # readers of those without a file
+        self.weights: dict[str, Callable[[], Tensor]] = {}  # readers of weights and parameters without a file
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # of recovered blocks
+        self.recovered: dict[str, tuple[str, ...]] = {}  # block → its layers and parameters with recovered values
+        self.parameters: set[str] = set()  # the names of those that are not matrices of pruned layers
         self.curves: dict[str, LossCurve] = {}  # of layers, for an allocation
-        self.files: dict[str, Path] = {}  # with each layer's latest weight
+        self.files: dict[str, Path] = {}  # with each layer's latest weight, and each parameter
         self.notes: list[str] = []
         self._rotation: Learned | None = None
         if self.folder is not None:
@@ -81,12 +86,14 @@ class ResultStore:
                 report = LayerReport.from_dict(values)
                 self.reports[report.name], self.files[report.name] = report, path
         for path, values, tensors in folder.saved(RECOVERED):
+            named = [name for name in tensors if name.startswith(_PARAMETER)]
+            parameters = {name.removeprefix(_PARAMETER): tensors.pop(name) for name in named}
             names = dict.fromkeys(name if name in self.reports else weight_of(name) for name in tensors)
             if values is None or not all(name in self.reports for name in names):
                 damaged += 1
                 continue
             weights = {name: self._decoded(name, set(tensors), tensors.__getitem__) for name in names}
-            self._recovered(BlockReport.from_dict(values), weights, path)
+            self._recovered(BlockReport.from_dict(values), weights, parameters, path)
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
@@ -119,7 +126,7 @@ class ResultStore:
 
     def _reader(self, name: str, weight: Tensor) -> Callable[[], Tensor]:
         """Store a weight without a folder, and return a function that reads it."""
-        return (lambda: weight) if self.spill is None else spill_matrix(self.spill, name, weight)
+        return (lambda: weight) if self.spill is None else spill_tensor(self.spill, name, weight)
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
         """Give the stores of other processes, which have no folder, the results that the folder contains.
@@ -127,9 +134,9 @@ class ResultStore:
         Args:
             broadcast: gives all processes the value of the one that has the folder.
         """
-        restored = broadcast((self.reports, self.blocks, self.curves, self.notes))
-        self.reports, self.blocks, self.curves, self.notes = restored
-        for name in self.reports:
+        restored = broadcast((self.reports, self.blocks, self.recovered, self.parameters, self.curves, self.notes))
+        self.reports, self.blocks, self.recovered, self.parameters, self.curves, self.notes = restored
+        for name in (*self.reports, *sorted(self.parameters)):
             weight = broadcast(None if self.folder is None else self.loader(name)())
             if weight is not None and self.folder is None:
                 self.weights[name] = self._reader(name, weight)
@@ -162,44 +169,60 @@ class ResultStore:
         """The state of learning a rotation in an interrupted run; None if it had not started."""
         return self._rotation
 
-    def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
-        """Store the recovered weights [d_out, d_in] of a block's layers, which replace their pruned ones.
+    def put_block(
+        self, report: BlockReport, weights: dict[str, Tensor], parameters: dict[str, Tensor] | None = None
+    ) -> None:
+        """Store what the recovery of a block has changed.
+
+        Args:
+            report: of the block; its name identifies the result.
+            weights: [d_out, d_in] of pruned layers, by the layer's name; they replace the pruned ones.
+            parameters: all other parameters that have changed, by their names in the model, of any shape.
 
         Raises:
             MoonshotError: as `put`.
         """
         weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
+        parameters = {name: tensor.cpu().contiguous() for name, tensor in (parameters or {}).items()}
         path = None
         if self.folder is not None:
             parts = {part: tensor for name in weights for part, tensor in encode_spilled(name, weights[name]).items()}
+            parts |= {_PARAMETER + name: tensor for name, tensor in parameters.items()}
             path = self.folder.save(RECOVERED, report.name, parts, dataclasses.asdict(report))
-        self._recovered(report, weights, path)
+        self._recovered(report, weights, parameters, path)
 
-    def _recovered(self, report: BlockReport, weights: dict[str, Tensor], path: Path | None) -> None:
+    def _recovered(
+        self, report: BlockReport, weights: dict[str, Tensor], parameters: dict[str, Tensor], path: Path | None
+    ) -> None:
         self.blocks[report.name] = report
         for name, weight in weights.items():
             self.reports[name] = dataclasses.replace(self.reports[name], sparsity=sparsity_of(weight))
+        self.parameters |= parameters.keys()
+        tensors = {**weights, **parameters}
+        self.recovered[report.name] = tuple(tensors)
         if path is None:
-            self.weights |= {name: self._reader(name, weight) for name, weight in weights.items()}
+            self.weights |= {name: self._reader(name, tensor) for name, tensor in tensors.items()}
         else:
-            self.files.update(dict.fromkeys(weights, path))
+            self.files.update(dict.fromkeys(tensors, path))
 
-    def weight(self, layer: PrunableLayer) -> Tensor:
-        """The final weight of a layer, [d_out, d_in] in host memory."""
+    def weight(self, layer: PrunableLayer | NamedParameter) -> Tensor:
+        """The final weight of a layer, [d_out, d_in], or a recovered parameter, in host memory."""
         return self.loader(layer.name)()
 
     def loader(self, name: str) -> Callable[[], Tensor]:
-        """A function that returns the weight of a layer, even after the folder was discarded."""
+        """A function that returns the weight of a layer or a parameter, even after the folder was discarded."""
         if name in self.weights:
             return self.weights[name]
         file = safe_open(self.files[name], "pt")  # mapped: readable after the file was deleted
+        if name in self.parameters:
+            return lambda: file.get_tensor(_PARAMETER + name)
         return lambda: self._decoded(name, set(file.keys()), file.get_tensor)
 
     def _decoded(self, name: str, parts: set[str], read: Callable[[str], Tensor]) -> Tensor:
         rows, columns = self.reports[name].shape
         return decode_spilled(name, parts, read, (rows, columns))
 
-    def pop(self, layer: PrunableLayer) -> Tensor:
+    def pop(self, layer: PrunableLayer | NamedParameter) -> Tensor:
         """As `weight`, and release it from memory."""
         load = self.loader(layer.name)
         self.weights.pop(layer.name, None)

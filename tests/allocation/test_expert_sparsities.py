@@ -206,7 +206,7 @@ def test_every_expert_is_a_comparison_group():
 def test_patterns_follow_from_the_curves():
     model = mixtral()
     selection = select(model, MoonshotConfig(**FISHER))
-    variant = Variant(selection, ResultStore(None, ""))
+    variant = Variant(model, selection, ResultStore(None, ""))
     variant.store.curves.update(curves_of(model))
     patterns, _ = fisher_patterns(variant)
     for layer in selection.layers:

@@ -20,7 +20,7 @@ def curves_of(model, batches=None, **options):
     settings = config(**{**FISHER, **options})
     selection = select(model, settings)
     prepared = prepare(Subject(model, progress=False), selection, batches or token_batches())
-    variant = Variant(selection, ResultStore(None, ""))
+    variant = Variant(model, selection, ResultStore(None, ""))
     with frozen(model):
         gather_curves(prepared, [variant])
     return variant.store.curves
