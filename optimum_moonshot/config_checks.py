@@ -39,7 +39,6 @@ _NOT_WITH_EXPERTS = {
     "under_calibrated_experts": "uses the tokens routed to each expert, however few",
     "fisher": "uses the Fisher loss of the experts",
     "recompute": "computes all statistics on the dense model",
-    "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
     "rotation": "removes experts as they are",
 }
 # Field → the smallest value, whether it is allowed, and the limit, which is not.
@@ -96,6 +95,9 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     require(allowed, equal, field="allocation", value=allocation, hint=dividable)
     rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
     require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
+    at_once = Text("{} removes experts at once; use {}", Option("pattern", pattern), Option("recover", "blockwise"))
+    staged = values["recover"] == "gradual" and pattern == Experts.kind
+    require(not staged, at_once, field="recover", value=values["recover"])
     _check_budget(values)
     smaller = Text("{} removes weights from the groups that share a scale", Option("pattern", pattern))
     again = Text("quantize the smaller model in a second run, with {} alone", "bits")

@@ -95,9 +95,29 @@ class ExpertRemoval:
         """Changed field of the configuration → its value before and after."""
         return {name: (self.mixtures.count, value) for name, value in self.edit.items()}
 
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """Meanwhile modules and configuration have the values of the smaller model, whose tensors they lack."""
+        with ExitStack() as undo:
+            self._configure(undo)
+            yield
+
     @torch.no_grad()
-    def apply(self, keep: Mapping[str, Tensor]) -> None:
-        """Remove all but some experts (mixture → ascending int64 indices); on failure the model is unchanged."""
+    def tensors(self, block: str, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The smaller tensors of an onloaded block by their names in it; `keep` is as for `apply`."""
+        tensors, prefix = dict[str, Tensor](), f"{block}."
+        for name, each in self.sliced.items():
+            if name.startswith(prefix):
+                kept = keep[each.mixture].to(each.tensor.device)
+                tensors[name.removeprefix(prefix)] = each.tensor.index_select(each.axis, kept)
+        return tensors
+
+    @torch.no_grad()
+    def apply(self, keep: Mapping[str, Tensor], finish: Callable[[], None] = lambda: None) -> None:
+        """Remove all but some experts (mixture → ascending int64 indices), then `finish`.
+
+        On failure of either the model is unchanged.
+        """
 
         def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
             return tensor.index_select(axis, keep[name].to(tensor.device))
@@ -111,6 +131,7 @@ class ExpertRemoval:
                     for each in changes:
                         mark_written(each.owner, each.key)
             self._configure(undo)
+            finish()
             undo.pop_all()
         for each in self.sliced.values():
             each.tensor.grad = None  # its shape is that of all experts

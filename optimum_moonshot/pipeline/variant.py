@@ -18,8 +18,8 @@ from ..model.weight_sums import model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
-from ..reports.prune_report import LayerReport, PruneReport
 from ..results.store import ResultStore
+from ..reports.prune_report import BlockReport, LayerReport, PruneReport
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
 from .inputs import Prepared
@@ -62,6 +62,12 @@ class Variant:
     def layers(self) -> list[PrunableLayer]:
         """The layers that are pruned."""
         return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
+
+    @property
+    def recovered(self) -> list[BlockReport]:
+        """The reports of the recovered blocks, in the model's order."""
+        blocks, reports = self.selection.structure.blocks, self.store.blocks
+        return [reports[block.name] for block in blocks if block.name in reports]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
         """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""
@@ -128,7 +134,7 @@ class Variant:
             {
                 "skipped": {**structure.skipped, **self.skipped},
                 "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
-                "recovery": [store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+                "recovery": self.recovered,
                 "rotation": rotation,
                 "other_bytes": sum(each.nbytes for each in other_parameters(prepared.model, self.layers)),
             },

@@ -74,12 +74,17 @@ class MemoryTrace:
 
     def store_result(self, layer: PrunableLayer) -> None:
         """Count a layer's pruned weight; on disk only its survivors and a bit mask."""
-        size, offloaded = weight_bytes(layer), self.run.offloaded
-        on_disk = self.run.resumes or (offloaded is not None and offloaded.place == DISK)
-        if on_disk:
+        size = weight_bytes(layer)
+        if self.stores_on_disk:
             dense = 1 - pattern_of(self.run.selection, layer).sparsity
             size = min(size, round(dense * size) + layer.shape[0] * layer.shape[1] // 8)
-        self.add("results", DISK if on_disk else HOST, size)
+        self.add("results", DISK if self.stores_on_disk else HOST, size)
+
+    @property
+    def stores_on_disk(self) -> bool:
+        """Whether results are written to files."""
+        offloaded = self.run.offloaded
+        return self.run.resumes or (offloaded is not None and offloaded.place == DISK)
 
 
 def count_blocks(

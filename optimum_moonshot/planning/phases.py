@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import torch
 from torch import nn
 
 from ..allocation.loss_curves import SampledRows, sampled_count, sampled_rows, trial_patterns
@@ -9,9 +10,10 @@ from ..calibration.accumulators import GradientPlan
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.spec import StatisticsSpec
 from ..recovery.tuning import part_size
-from ..reports.plan import HOST
+from ..recovery.whole_blocks import changes_structure, trainable
+from ..reports.plan import DISK, HOST
 from .memory import Allocation, MemoryTrace, count_blocks
-from .run_spec import module_bytes, pattern_of, problem_size, text_setting, weight_bytes
+from .run_spec import RunSpec, module_bytes, pattern_of, problem_size, text_setting, weight_bytes
 
 # Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1
@@ -92,10 +94,22 @@ def recovery(trace: MemoryTrace) -> None:
     for block in (block for sequence in run.sequential for block in sequence if block.layers):
         footprint = run.footprint.blocks.get(block.name)
         activations = 0 if footprint is None else footprint.observed * samples * 4 // (run.batch * run.itemsize)
-        trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) * per_weight
-        trace.snapshot("recovery", block.name, activations=activations, training=trained)
+        others = _others(run, block)
+        trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
+        trace.snapshot("recovery", block.name, activations=activations, training=trained * per_weight)
+        trace.add("results", DISK if trace.stores_on_disk else HOST, sum(each.nbytes for each in others))
     for stream in streams:
         trace.free("streams", stream)
+
+
+def _others(run: RunSpec, block: Block) -> list[nn.Parameter]:
+    """The parameters of a block that a recovery trains besides the pruned matrices."""
+    if run.selection.config.recover is None or not changes_structure(
+        pattern_of(run.selection, each) for each in block.layers
+    ):
+        return []
+    pruned = {id(layer.parameter) for layer in block.layers}
+    return [parameter for parameter in trainable(block.module).values() if id(parameter) not in pruned]
 
 
 def committing(trace: MemoryTrace) -> None:
@@ -103,6 +117,8 @@ def committing(trace: MemoryTrace) -> None:
     if trace.run.offloaded is not None:
         return
     sizes = list(map(weight_bytes, trace.run.selection.layers))
+    for block in (block for sequence in trace.run.sequential for block in sequence):
+        sizes += [parameter.nbytes for parameter in _others(trace.run, block)]
     dense = max(sizes) + (sum(sizes) if trace.run.resumes else 0)
     trace.add("dense weights", HOST, dense)
     trace.snapshot("writing", "the model")

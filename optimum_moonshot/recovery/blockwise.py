@@ -7,12 +7,13 @@ targets; those of the recovered prefix, h, are its inputs, exactly as in the pru
 
 "blockwise" starts from the pruned weights of the run, "gradual" prunes each block again in stages (gradual.py). The
 results of the run remain unchanged, so that an interrupted recovery resumes at its block. Only one block's optimizer
-state is in memory. Norms and biases are not tuned.
+state is in memory. Norms, biases and matrices that are not pruned are tuned where the block loses neurons, heads or
+experts (whole_blocks.py).
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +31,15 @@ from ..reports.prune_report import BlockReport
 from .gradual import Gradual
 from .student import BlockTask, Student, Tensors, padding_mask
 from .tuning import Tuner, part_size
+from .whole_blocks import changes_structure, shared_names, trainable
+
+
+@dataclass(frozen=True)
+class SmallerBlocks:
+    """Blocks that lose parts of their tensors, not only zeros."""
+
+    tensors: Callable[[Block], Tensors]  # the smaller ones of an onloaded block, by name in the block
+    configured: Callable[[], AbstractContextManager[None]]  # meanwhile the block runs with them
 
 
 @dataclass(eq=False)
@@ -41,6 +51,7 @@ class RecoveryStage:
     task: BlockTask
     make: Callable[[Block], Student]  # from the pruned weights in the store
     last: bool
+    configured: Callable[[], AbstractContextManager[None]]  # meanwhile the block runs with the student's tensors
 
     @property
     def layers(self) -> tuple[PrunableLayer, ...]:
@@ -57,7 +68,8 @@ class RecoveryStage:
     def advance(self) -> None:
         """The outputs of the recovered block are the inputs of the next."""
         if not self.last:
-            self.task.advance(self.task.inputs, self.student.rounded())
+            with self.configured():
+                self.task.advance(self.task.inputs, self.student.rounded())
 
 
 class Recovery:
@@ -66,8 +78,10 @@ class Recovery:
     The store of the variant has the pruned weights, and receives the recovered ones.
     """
 
-    def __init__(self, prepared: Prepared, sequence: tuple[Block, ...], variant: Variant):
-        self.prepared, self.blocks, self.variant = prepared, sequence, variant
+    def __init__(
+        self, prepared: Prepared, sequence: tuple[Block, ...], variant: Variant, smaller: SmallerBlocks | None
+    ):
+        self.prepared, self.blocks, self.variant, self.smaller = prepared, sequence, variant, smaller
         data = prepared.calibration  # `plan` refuses to recover without
         self.config, self.structure, self.store = variant.selection.config, variant.selection.structure, variant.store
         self.backoff, self.storage = prepared.backoff.single_process(), prepared.storage
@@ -77,10 +91,16 @@ class Recovery:
             solver, steps = variant.selection.solver, self.config.recover_steps
             self.gradual = Gradual(solver, steps, self.batches, self.backoff)
         self.where = sequence[0].name  # the current block
+        self.shared = shared_names(prepared.model, sequence)
 
     @classmethod
-    def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery":
+    def plan(cls, prepared: Prepared, variant: Variant, smaller: SmallerBlocks | None = None) -> "Recovery":
         """The recovery after a run that is configured with one; layers outside of the blocks are noted in the variant.
+
+        Args:
+            prepared: the dense model with the data.
+            variant: its store will have the pruned weights when the recovery runs.
+            smaller: the blocks, where they lose experts.
 
         Raises:
             MoonshotError: no data, or no pruned layers in sequential blocks.
@@ -105,7 +125,9 @@ class Recovery:
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
-        return cls(prepared, sequences.sequential[0], variant)
+        if smaller is not None or changes_structure(variant.selection.patterns.values()):
+            variant.notes.append("recovery trained all parameters of the blocks that lost neurons, heads or experts")
+        return cls(prepared, sequences.sequential[0], variant, smaller)
 
     def batches(self) -> list[Batch]:
         """The batches, which become smaller by backoff."""
@@ -123,8 +145,9 @@ class Recovery:
                 bar.set_postfix_str(self.where)
                 with self.backoff.together():
                     stage.task.advance(stage.task.targets, Student(stage.block, [], set()).rounded())
-                    if stage.student.trained and stage.block.name not in self.store.blocks:
-                        self.store.put_block(*self._recover(stage))
+                    if stage.student.parameters and stage.block.name not in self.store.blocks:
+                        with stage.configured():
+                            self.store.put_block(*self._recover(stage))
                 bar.update(bool(stage.layers))
 
             run_pipeline(self, visit, self.backoff, self.batches, lambda: self.where)
@@ -142,18 +165,26 @@ class Recovery:
         masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
         for i in range(pipeline.lowest, pipeline.highest + 1):
             task = BlockTask(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
-            yield RecoveryStage(self.blocks[i], i, task, self._student, i == pipeline.highest)
+            configured = nullcontext if self.smaller is None else self.smaller.configured
+            yield RecoveryStage(self.blocks[i], i, task, self._student, i == pipeline.highest, configured)
 
     def _student(self, block: Block) -> Student:
-        """The block with its pruned weights. A layer that is shared with other blocks is not tuned."""
+        """The block with its pruned weights. Parameters that are shared with other blocks are not tuned."""
         parameters, modules = set(map(id, block.module.parameters())), set(block.module.modules())
-        solved = [layer for layer in self.structure.layers() if layer in self.store]
+        solved = [layer for layer in self.variant.layers if layer in self.store]
         layers = [layer for layer in solved if id(layer.parameter) in parameters]
         tuned = {layer.name for layer in layers if modules.issuperset(layer.modules)}
         patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
-        return Student(block, [(layer, self.store.weight(layer)) for layer in layers], tuned, patterns)
+        smaller = {} if self.smaller is None else self.smaller.tensors(block)
+        others: list[str] = []
+        if smaller or changes_structure(patterns.values()):
+            others = [name for name in trainable(block.module) if f"{block.name}.{name}" not in self.shared]
+        recovered = self.store.parameters.intersection(f"{block.name}.{name}" for name in others)  # before a restart
+        instead = smaller | {name.removeprefix(f"{block.name}."): self.store.loader(name)() for name in recovered}
+        weights = [(layer, self.store.weight(layer)) for layer in layers]
+        return Student(block, weights, tuned, patterns, others, instead)
 
-    def _recover(self, stage: RecoveryStage) -> tuple[BlockReport, Tensors]:
+    def _recover(self, stage: RecoveryStage) -> tuple[BlockReport, Tensors, Tensors]:
         started, student, task = time.perf_counter(), stage.student, stage.task
         sizes = [batch_size(batch) for batch in self.whole_batches]
         tuner = Tuner(student, task, self.config, stage.number, sizes, self.backoff.samples)
@@ -164,4 +195,5 @@ class Recovery:
             student.restore(pruned)
             after, notes = before, [*notes, "no gain: the pruned weights were kept"]
         name, seconds = stage.block.name, time.perf_counter() - started
-        return BlockReport(name, before, after, tuner.taken, seconds, tuple(notes)), student.matrices()
+        report = BlockReport(name, before, after, tuner.taken, seconds, tuple(notes))
+        return report, student.matrices(), student.changed()

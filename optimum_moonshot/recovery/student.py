@@ -3,7 +3,7 @@
 The user's model is not changed: `torch.func.functional_call` runs its code with these copies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from .grid_weights import GridWeight
 
 TINY = 1e-12  # lower bound of |target|² in the relative error
 SCALE_LR = 0.3  # learning rate of the scales of a grid, relative to that of the weights
+VECTOR_LR = 0.3  # that of norms and biases
 
 Tensors = dict[str, Tensor]
 
@@ -30,7 +31,9 @@ class Student:
     """The tensors of a dense block with its pruned weights in float32.
 
     `weights` has the pruned matrix [d_out, d_in] of every layer with a parameter in the block; only those of `tuned`
-    are trained. A layer whose pattern has a grid trains latent weights and the scales of the grid.
+    are trained. A layer whose pattern has a grid trains latent weights and the scales of the grid. `others` are the
+    names of parameters in the block that train as well: matrices without their zeros, vectors whole. `instead` has
+    tensors by name in place of dense ones, also smaller ones.
     """
 
     def __init__(
@@ -39,15 +42,19 @@ class Student:
         weights: list[tuple[PrunableLayer, Tensor]],
         tuned: set[str],
         patterns: Mapping[str, Pattern] | None = None,
+        others: Collection[str] = (),
+        instead: Mapping[str, Tensor] | None = None,
     ):
+        self.block = block
         parameters = dict(block.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.dense = {**parameters, **dict(block.module.named_buffers())}
         replaced = {names[id(layer.parameter)] for layer, _ in weights}
-        others = {name: tensor.detach() for name, tensor in self.dense.items() if name not in replaced}
-        self.latent = {name: _float32(tensor) for name, tensor in others.items()}
+        rest = {name: tensor.detach() for name, tensor in self.dense.items() if name not in replaced}
+        rest |= {name: tensor.to(self.dense[name].device) for name, tensor in (instead or {}).items()}
+        self.latent = {name: _float32(tensor) for name, tensor in rest.items()}
         self.trained: dict[str, PrunableLayer] = {}  # by the name of the tensor
-        self.keep: Tensors = {}  # bool, True where a weight survives and trains
+        self.keep: Tensors = {}  # bool, True where a weight survives and trains; absent: everywhere
         self.patterns = patterns or {}  # by layer, with the dtype of the model
         self.grids: dict[str, GridWeight] = {}  # of the layers that train on a grid, by the name of the tensor
         for layer, weight in weights:
@@ -58,7 +65,20 @@ class Student:
             if trains:
                 self.trained[name] = replace(layer, substitute=parameter)
                 self.keep[name] = pruned != 0
+        self.others = self._train_others(name for name in others if name not in replaced)
         self.to_grids()
+
+    def _train_others(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Give latent copies of some parameters gradients; matrices keep their zeros."""
+        others = {}
+        for name in names:
+            tensor = self.latent[name].clone()
+            if tensor.ndim > 1 and not bool(tensor.any()):
+                continue
+            if tensor.ndim > 1 and not bool(tensor.all()):
+                self.keep[name] = tensor != 0
+            self.latent[name] = others[name] = nn.Parameter(tensor)
+        return others
 
     @property
     def tensors(self) -> Tensors:
@@ -67,40 +87,57 @@ class Student:
 
     @property
     def layers(self) -> list[PrunableLayer]:
-        """Those that train."""
+        """The pruned ones that train."""
         return list(self.trained.values())
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [layer.parameter for layer in self.layers] + [weight.scale for weight in self.grids.values()]
+        pruned = [layer.parameter for layer in self.layers] + [weight.scale for weight in self.grids.values()]
+        return [*pruned, *self.others.values()]
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """Optimizer groups: the rate of a layer is `lr` times the root mean square of its surviving weights.
 
-        That of its scales is `SCALE_LR` · `lr` times their root mean square.
+        That of its scales is `SCALE_LR` · `lr` times their root mean square. Of the other parameters, a matrix has the
+        rate of a layer; see `_vector_scale` for a vector.
         """
         trained = [(layer.parameter, self.keep[name], lr) for name, layer in self.trained.items()]
         trained += [(weight.scale, weight.scale != 0, SCALE_LR * lr) for weight in self.grids.values()]
-        return [
-            {"params": [parameter], "lr": rate * float(parameter.detach()[keep].square().mean().sqrt())}
-            for parameter, keep, rate in trained
-        ]
+        groups = [(parameter, rate * _scale(parameter.detach()[keep])) for parameter, keep, rate in trained]
+        for name, parameter in self.others.items():
+            matrix = parameter.detach()[self.keep[name]] if name in self.keep else parameter.detach()
+            scale = _scale(matrix) if parameter.ndim > 1 else VECTOR_LR * self._vector_scale(name)
+            groups.append((parameter, lr * scale))
+        return [{"params": [parameter], "lr": rate} for parameter, rate in groups]
+
+    def _vector_scale(self, name: str) -> float:
+        """The root mean square of a vector or, of a bias, of the weight beside it: a bias may be zero."""
+        owner, _, key = name.rpartition(".")
+        weight = self.latent.get(f"{owner}.weight") if key == "bias" else None
+        return _scale((self.latent[name] if weight is None else weight).detach())
 
     def mask_gradients(self) -> None:
         """Set the gradients of removed weights to zero, so that Adam does not change them."""
-        for name, layer in self.trained.items():
-            gradient = layer.parameter.grad
-            assert gradient is not None  # a backward pass has run
-            gradient.mul_(self.keep[name])
+        for name, keep in self.keep.items():
+            gradient = self.latent[name].grad
+            if gradient is not None:  # some parameters may take no part
+                gradient.mul_(keep)
 
     def rounded(self) -> Tensors:
         """The block's tensors in the dtypes of the model."""
-        return {name: tensor.detach().to(self.dense[name].dtype) for name, tensor in self.tensors.items()}
+        return {name: self._rounded(name, tensor) for name, tensor in self.tensors.items()}
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.dense[name].dtype)
 
     def matrices(self) -> Tensors:
         """The trained weights by layer, [d_out, d_in] in the model's dtype."""
         tensors = self.rounded()
         return {layer.name: layer.as_matrix(tensors[name]) for name, layer in self.trained.items()}
+
+    def changed(self) -> Tensors:
+        """The other parameters that train, by their names in the model, in its dtype."""
+        return {f"{self.block.name}.{name}": self._rounded(name, self.latent[name]) for name in self.others}
 
     @torch.no_grad()
     def to_dense(self) -> None:
@@ -137,6 +174,10 @@ class Student:
     def restore(self, snapshot: list[Tensor]) -> None:
         for parameter, saved in zip(self.parameters, snapshot, strict=True):
             parameter.copy_(saved)
+
+
+def _scale(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
 
 
 def _float32(tensor: Tensor) -> Tensor:

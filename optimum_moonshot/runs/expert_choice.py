@@ -107,10 +107,12 @@ class ExpertSelection:
         assert choice is not None
         return choice.removed
 
-    def remaining(self, mixture: Mixture) -> Tensor:
-        """The indices of the remaining experts, int64."""
-        removed = self.removed(mixture)
-        return torch.tensor([expert for expert in range(mixture.count) if expert not in removed])
+    def remaining(self) -> dict[str, Tensor]:
+        """The indices of the remaining experts by mixture, int64."""
+        return {
+            mixture.name: torch.tensor([each for each in range(mixture.count) if each not in self.removed(mixture)])
+            for mixture in self.mixtures
+        }
 
 
 def _solve_by_all(solver: Solver, name: str, problem: Removal, pattern: Experts) -> tuple[Tensor, dict[str, float]]:

@@ -23,7 +23,8 @@ from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.run_report import attach_report
 from ..pipeline.selection import Selection, Subject, resolved_lam
-from ..pipeline.variant import open_store
+from ..pipeline.variant import Variant, broadcast_first, share_recovered
+from ..recovery.blockwise import Recovery, SmallerBlocks
 from ..reports.prune_report import PruneReport
 from .expert_choice import ExpertSelection
 
@@ -38,30 +39,45 @@ def prune_experts(
         MoonshotError: a model without mixtures, or one that cannot lose so many experts; bad data, or too little
             memory. The model is unchanged.
     """
-    started = time.perf_counter()
+    started, recovering = time.perf_counter(), 0.0
     selection = _select(subject.model, config)
     prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
     parameters = _count(subject.model)
     with frozen(subject.model):
         removal = _plan(prepared)
-    store = open_store(prepared, selection, resume_dir, "resume_dir")
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    store = variant.store
+    for layer in selection.layers:
+        variant.skip(layer, "its experts are removed as a whole")
     experts = ExpertSelection(prepared, tuple(removal.mixtures), removal.pattern, store)
     try:
+        recovery = None if config.recover is None else _recovery(prepared, variant, removal, experts)
         with frozen(subject.model):
             experts.run()
+            if recovery is not None:
+                recovering = broadcast_first(prepared, recovery.run)
+                share_recovered(prepared, variant)
         prepared.backoff.share()
-        removal.apply({mixture.name: experts.remaining(mixture) for mixture in removal.mixtures})
+        removal.apply(experts.remaining(), variant.commit)
     finally:
         store.release()
     total = time.perf_counter() - started
-    seconds = {"calibration": total - experts.solving, "solver": experts.solving, "total": total}
+    seconds = {"calibration": total - experts.solving - recovering, "solver": experts.solving, "total": total}
+    seconds |= {"recovery": recovering} if recovery is not None else {}
     removed = {mixture.name: len(experts.removed(mixture)) for mixture in removal.mixtures}
     compaction = Compaction(removal.changes, removed, {}, (parameters, _count(subject.model))).to_dict()
     layers = [store.reports[mixture.name] for mixture in removal.mixtures]
-    fields = {"skipped": {}, "compaction": compaction, "parameters": parameters}
+    fields = {"skipped": {}, "compaction": compaction, "parameters": parameters, "recovery": variant.recovered}
     record = {"compaction": compaction}
-    report = attach_report(prepared, selection, layers, seconds, experts.notes, report=fields, record=record)
+    notes = dict.fromkeys([*variant.notes, *experts.notes])
+    report = attach_report(prepared, selection, layers, seconds, notes, report=fields, record=record)
     return report, store.discard
+
+
+def _recovery(prepared: Prepared, variant: Variant, removal: ExpertRemoval, experts: ExpertSelection) -> Recovery:
+    """The recovery of the blocks without the removed experts, which are chosen before it runs."""
+    smaller = SmallerBlocks(lambda block: removal.tensors(block.name, experts.remaining()), removal.configured)
+    return Recovery.plan(prepared, variant, smaller)
 
 
 def _count(model: nn.Module) -> int:

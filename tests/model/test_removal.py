@@ -214,7 +214,7 @@ def test_a_registered_solver_removes_experts(monkeypatch):
         ({"allocation": "owl"}, "allocation='owl'"),
         ({"group_size": 2}, "group_size=2"),
         ({"recompute": True}, "recompute=True: pattern='experts' computes all statistics on the dense model"),
-        ({"recover": "blockwise"}, "recover='blockwise': pattern='experts' leaves no zeros"),
+        ({"recover": "gradual"}, "recover='gradual': pattern='experts' removes experts at once"),
         ({"rotation": "learned"}, "rotation='learned'"),
         ({"expert_tokens": "all"}, "expert_tokens='all'"),
         (

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
+from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
 from optimum_moonshot.pipeline import loop
@@ -20,6 +21,7 @@ from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.planning import seconds as planning_seconds
 from optimum_moonshot.planning.footprint import LiveBytes, shape_of
+from optimum_moonshot.planning.phases import TRAINED_BYTES
 from optimum_moonshot.planning.seconds import ordering_products
 from optimum_moonshot.planning.solver import random_problem
 from optimum_moonshot.reports.plan import Snapshot, gib, peaks_of
@@ -299,3 +301,16 @@ def test_the_command_plans_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config-only", "whole"]
     with pytest.raises(MoonshotError, match="host_memory: only for dry_run"):
         prune_command(parser.parse_args([*arguments[:5], "--host-memory", "1GB"]))
+
+
+def test_recovery_of_whole_blocks_counts_all_their_parameters():
+    """Training, and results that wait to be written, of all parameters of a block, not only the pruned ones."""
+    fields = dict(solver="osscar", pattern="structured", sparsity=0.5, lam=1.0)
+    configs = [MoonshotConfig(**{**FAST, **fields, "recover": recover}) for recover in (None, "blockwise")]
+    plain, structured = (MoonshotPruner(llama(), config).plan() for config in configs)
+    blocks = find_blocks(llama())
+    largest = max(sum(each.numel() for each in block.parameters()) for _, block in blocks)
+    assert most(structured, "training") == TRAINED_BYTES * largest
+    pruned = sum(layer.parameter.nbytes for layer in select(llama(), configs[0]).layers)
+    every = sum(each.nbytes for _, block in blocks for each in block.parameters())
+    assert most(plain, "results") == pruned and most(structured, "results") == every

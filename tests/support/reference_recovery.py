@@ -6,6 +6,7 @@ import math
 import torch
 
 from optimum_moonshot import prune_weight
+from optimum_moonshot.recovery.student import VECTOR_LR
 
 
 def hidden_states(model, blocks, batch):
@@ -109,7 +110,10 @@ def tune(dense, pruned, find_blocks, i, groups, wanted, steps, lr, share, betas=
     """
     parameters = find_blocks(pruned)[i][1]
     keeps = [parameter.detach() != 0 for parameter in parameters]
-    rates = [lr * p.detach()[keep].square().mean().sqrt() for p, keep in zip(parameters, keeps, strict=True)]
+    rates = [
+        lr * (VECTOR_LR if p.ndim == 1 else 1) * p.detach()[keep].square().mean().sqrt()
+        for p, keep in zip(parameters, keeps, strict=True)
+    ]
     first = [torch.zeros_like(parameter) for parameter in parameters]
     second = [torch.zeros_like(parameter) for parameter in parameters]
     for step in range(1, steps + 1):
