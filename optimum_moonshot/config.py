@@ -96,7 +96,8 @@ class MoonshotConfig:
         offload_dir: a folder for caches that exceed host memory; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
             without labels, to reproduce its dense output. "gradual" also prunes the layer once more, in six stages,
-            each from the weights and inputs of the previous one. None does neither. Zeros stay zeros.
+            each from the weights and inputs of the previous one. None does neither. Zeros stay zeros. A layer that
+            loses neurons, heads or experts has all of its parameters tuned; experts are not removed in stages.
         recover_steps: maximum optimizer steps per decoder layer, 8 samples each, with early stopping. "gradual" takes a
             tenth of them after each of its first five stages, the others after the last.
         recover_lr: initial learning rate of these steps, as a fraction of the root mean square of a layer's surviving

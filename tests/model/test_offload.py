@@ -68,6 +68,7 @@ CHANGES = [
     {"lam": 0.5, "recompute": True},
     {"lam": 0.5, "recover": "blockwise", "recover_steps": 3},
     {"lam": 1.0, "recover": "gradual", "recover_steps": 3},
+    {"lam": 1.0, "solver": "osscar", "pattern": "structured", "sparsity": 0.5, "recover": "blockwise"},
     {"lam": 0.5, "rotation": "learned", "rotation_steps": 3},
     {"solver": "osscar", "pattern": "structured", "sparsity": 0.25, "lam": 0.9},
 ]

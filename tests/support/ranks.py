@@ -155,6 +155,19 @@ CASES = {
     "rotation": lambda: prune(rotation="learned", rotation_steps=3),
     "recovery": lambda: prune(recover="blockwise", recover_steps=4),
     "gradual": lambda: prune(recover="gradual", recover_steps=10),
+    "recovery of whole blocks": lambda: prune(
+        solver="osscar", pattern="structured", recover="blockwise", recover_steps=4, recover_lr=0.01, num_samples=16
+    ),
+    "recovery without some experts": lambda: prune(
+        "mixtral",
+        token_batches(16, size=1),
+        solver="osscar",
+        pattern="experts",
+        recover="blockwise",
+        recover_steps=4,
+        recover_lr=0.01,
+        num_samples=16,
+    ),
     "sweep": sweep,
     "sweep by a metric": lambda: sweep(metric=of_weights, work_dir=FOLDER / f"metric-{processes()}"),
     "path": path,
