@@ -18,8 +18,8 @@ from ..model.weight_sums import model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
-from ..results.store import ResultStore
 from ..reports.prune_report import BlockReport, LayerReport, PruneReport
+from ..results.store import ResultStore
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
 from .inputs import Prepared

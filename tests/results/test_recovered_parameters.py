@@ -53,7 +53,7 @@ def assert_committed(model, before):
 def test_commit_writes_matrices_and_parameters(place, keep, tmp_path):
     model = make("llama")
     before = state(model)
-    store = ResultStore(tmp_path if place == "folder" else None, "", spilling=place == "temporary file")
+    store = ResultStore(tmp_path if place == "folder" else None, {}, spilling=place == "temporary file")
     variant_of(model, filled(store, model)).commit(keep)
     assert_committed(model, before)
 
@@ -61,8 +61,8 @@ def test_commit_writes_matrices_and_parameters(place, keep, tmp_path):
 def test_a_reopened_folder_has_the_parameters(tmp_path):
     model = make("llama")
     before = state(model)
-    filled(ResultStore(tmp_path, "same"), model).release()
-    store = ResultStore(tmp_path, "same")
+    filled(ResultStore(tmp_path, {}), model).release()
+    store = ResultStore(tmp_path, {})
     assert store.parameters == {VECTOR, MATRIX, OUTSIDE} and store.blocks.keys() == {"model", BLOCK}
     assert store.reports[LAYER].sparsity == 0.5
     variant_of(model, store).commit()
@@ -71,7 +71,7 @@ def test_a_reopened_folder_has_the_parameters(tmp_path):
 
 def test_other_processes_receive_the_parameters(tmp_path):
     model, sent = make("llama"), []
-    main, other = filled(ResultStore(tmp_path, ""), model), ResultStore(None, "")
+    main, other = filled(ResultStore(tmp_path, {}), model), ResultStore(None, {})
     main.share(lambda value: sent.append(value) or value)
     other.share(lambda value: sent.pop(0))
     assert other.recovered == main.recovered
@@ -83,7 +83,7 @@ def test_other_processes_receive_the_parameters(tmp_path):
 @pytest.mark.parametrize("failing", [LAYER, MATRIX, OUTSIDE])
 def test_a_failed_commit_restores_every_parameter(failing, monkeypatch):
     model = make("llama")
-    before, store = state(model), filled(ResultStore(None, ""), model)
+    before, store = state(model), filled(ResultStore(None, {}), model)
 
     def fail(name):
         if name == failing:
@@ -99,7 +99,7 @@ def test_a_failed_commit_restores_every_parameter(failing, monkeypatch):
 
 def test_applied_results_leave_the_dense_model():
     model = make("llama")
-    before, store = state(model), filled(ResultStore(None, ""), model)
+    before, store = state(model), filled(ResultStore(None, {}), model)
     with variant_of(model, store).applied():
         assert_committed(model, before)
     assert same(model, before)
@@ -110,7 +110,7 @@ def test_offloaded_models_load_the_parameters_of_the_results(tmp_path):
     before = state(dense)
     dense.save_pretrained(tmp_path / "dense")
     model = offloaded(tmp_path / "dense").model
-    store = filled(ResultStore(tmp_path / "run", ""), dense)
+    store = filled(ResultStore(tmp_path / "run", {}), dense)
     with variant_of(model, store).applied():
         assert_onloaded(model, {**before, **values(dense)})
     assert_onloaded(model, before)
