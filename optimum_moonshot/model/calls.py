@@ -126,6 +126,11 @@ def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
         del _FORWARDS[model]
 
 
+def forward_of(model: nn.Module) -> Forward | None:
+    """The function through which `run_model` calls a model, for a copy of it; None: directly."""
+    return _FORWARDS.get(model)
+
+
 def run_model(model: nn.Module, batch: Batch) -> Any:
     """The model's outputs; labels are dropped unless the model derives its decoder's inputs from them.
 

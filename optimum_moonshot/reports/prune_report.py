@@ -90,10 +90,14 @@ class LayerReport:
         return "; ".join(notes)
 
 
+MODEL = "model"  # the name of the whole model among recovered blocks
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockReport:
     """One recovered block. Losses are |output - dense output|² / |dense output|², the mean over the tokens of held-out
-    samples, with the preceding blocks recovered.
+    samples, with the preceding blocks recovered; of the distilled `MODEL` the divergence from the dense model's
+    predictions, in nats per token.
     """
 
     name: str
@@ -107,7 +111,8 @@ class BlockReport:
         """One line of text."""
         notes = "".join(f"; {note}" for note in self.notes)
         change = f"loss {self.loss_before:.4f} → {self.loss_after:.4f}"
-        return f"recovered {self.name}: {change} in {self.steps} steps, {self.seconds:.1f} s{notes}"
+        done = "distilled" if self.name == MODEL else f"recovered {self.name}"
+        return f"{done}: {change} in {self.steps} steps, {self.seconds:.1f} s{notes}"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":

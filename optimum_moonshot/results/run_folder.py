@@ -6,6 +6,7 @@ curves/NAME.safetensors      losses of a layer at several sparsities, for an all
 layers/NAME.safetensors      the pruned weight of a layer, with its report
 rotation/state.safetensors   the state of learning a rotation
 recovered/NAME.safetensors   the recovered weights of a block's layers and its parameters, with the block's report
+training/state.safetensors   the state of training the whole model
 samples/                     a folder of the same kind, with generated samples in samples/self.safetensors
 earlier/                     the results of the run before, if this one differs from it, until this one is done
 
@@ -29,9 +30,16 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
-CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES = "curves", "layers", "recovered", "rotation", "samples"
+CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES, TRAINING = (
+    "curves",
+    "layers",
+    "recovered",
+    "rotation",
+    "samples",
+    "training",
+)
 _MANIFEST, _LOCK, _EARLIER = "run.json", "run.lock", "earlier"
-_KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES)
+_KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES, TRAINING)
 _INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first
 Parts = Mapping[str, Mapping[str, str]]  # what a run depends on, by section and name
 _WRITTEN = ("*.safetensors", *_INCOMPLETE)
@@ -141,7 +149,7 @@ class RunFolder:
     def save(self, kind: str, name: str, tensors: dict[str, Tensor], report: dict[str, Any]) -> Path:
         """Write contiguous tensors in host memory with a report, atomically; returns the path of the file.
 
-        `kind` is `CURVES`, `LAYERS`, `RECOVERED`, `ROTATION` or `SAMPLES`.
+        `kind` is one of `_KINDS`.
 
         Raises:
             MoonshotError: the disk is full, or the folder cannot be written.

@@ -23,7 +23,7 @@ from ..packing import weight_of
 from ..packing.spill_codec import decode_spilled, encode_spilled, spill_tensor
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
-from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, Parts, RunFolder
+from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, TRAINING, Parts, RunFolder
 
 _POINTS = ("sparsities", "losses")  # fields of a `LossCurve`
 _QUANTIZED = "quantized"
@@ -168,6 +168,20 @@ class ResultStore:
     def rotation(self) -> Learned | None:
         """The state of learning a rotation in an interrupted run; None if it had not started."""
         return self._rotation
+
+    def put_training(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Store the state of training the whole model in the folder, in place of an earlier one.
+
+        Raises:
+            MoonshotError: as `put`.
+        """
+        if self.folder is not None:
+            self.folder.save(TRAINING, "state", tensors, values)
+
+    def training(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The state of training the whole model in an interrupted run; None without an intact one."""
+        saved = [] if self.folder is None else list(self.folder.saved(TRAINING))
+        return next(((tensors, values) for _, values, tensors in saved if values is not None), None)
 
     def put_block(
         self, report: BlockReport, weights: dict[str, Tensor], parameters: dict[str, Tensor] | None = None
