@@ -17,7 +17,7 @@ _CHOICES = {
     "expert_tokens": ("routed", "all"),
     "under_calibrated_experts": ("all", "magnitude", "routed"),
     "rotation_weights": ("fisher", "equal"),
-    "recover": ("blockwise", "gradual"),
+    "recover": ("blockwise", "gradual", "distill"),
     "rotation": ("learned", "heads"),
 }
 # Field → the smallest value.

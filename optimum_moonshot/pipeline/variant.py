@@ -18,7 +18,8 @@ from ..model.weight_sums import model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
-from ..reports.prune_report import BlockReport, LayerReport, PruneReport
+from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
+from ..results.store import ResultStore
 from ..results.store import ResultStore
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
@@ -65,9 +66,9 @@ class Variant:
 
     @property
     def recovered(self) -> list[BlockReport]:
-        """The reports of the recovered blocks, in the model's order."""
-        blocks, reports = self.selection.structure.blocks, self.store.blocks
-        return [reports[block.name] for block in blocks if block.name in reports]
+        """The reports of the recovered blocks, in the model's order, and of the distilled model."""
+        names, reports = [*(block.name for block in self.selection.structure.blocks), MODEL], self.store.blocks
+        return [reports[name] for name in names if name in reports]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
         """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""

@@ -11,9 +11,9 @@ from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.selection import Subject, select
-from ..pipeline.variant import Variant, broadcast_first, share_recovered
+from ..pipeline.variant import Variant, share_recovered
 from ..progress import progress_bar
-from ..recovery.blockwise import Recovery
+from ..recovery.plan import plan_recovery
 from ..reports.prune_report import PruneReport
 from ..reports.rotation_report import RotationReport
 from .expert_pruning import prune_experts
@@ -41,11 +41,11 @@ def prune_model(
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
         with rotated(prepared, [variant], stays=True) as rotating, enough_memory():
-            recovery = None if config.recover is None else Recovery.plan(prepared, variant)
+            recovery = None if config.recover is None else plan_recovery(prepared, variant)
             with frozen(subject.model), bar:
                 prune_layers(prepared, [variant], bar)
                 if recovery is not None:
-                    recovering = broadcast_first(prepared, recovery.run)
+                    recovering = recovery()
                     share_recovered(prepared, variant)
             prepared.backoff.share()
             variant.commit()
