@@ -20,6 +20,8 @@ from .solvers.hyperparameters import check_option, check_options
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that are fields of a configuration for that reason.
 SHARED_OPTIONS = ("damping", "block_size")
+# Defaults of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
+RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.01)}
 
 
 class _SolverDefault(float):
@@ -96,12 +98,14 @@ class MoonshotConfig:
         offload_dir: a folder for caches that exceed host memory; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
             without labels, to reproduce its dense output. "gradual" also prunes the layer once more, in six stages,
-            each from the weights and inputs of the previous one. None does neither. Zeros stay zeros. A layer that
+            each from the weights and inputs of the previous one. "distill" trains all parameters of the model together
+            to reproduce the dense model's predictions. None does none of these. Zeros stay zeros. A decoder layer that
             loses neurons, heads or experts has all of its parameters tuned; experts are not removed in stages.
-        recover_steps: maximum optimizer steps per decoder layer, 8 samples each, with early stopping. "gradual" takes a
-            tenth of them after each of its first five stages, the others after the last.
-        recover_lr: initial learning rate of these steps, as a fraction of the root mean square of a layer's surviving
-            weights, with cosine decay to 0.
+        recover_steps: maximum optimizer steps per decoder layer, or of the whole model, 8 samples each, with early
+            stopping. "gradual" takes a tenth of them after each of its first five stages, the others after the last.
+            None is 150, for "distill" 300.
+        recover_lr: initial learning rate of these steps, as a fraction of the root mean square of a parameter's
+            surviving weights, with cosine decay to 0. None is 0.05, for "distill" 0.01.
         rotation: "learned" changes the basis of the residual stream and of the attention heads before pruning, by
             orthogonal matrices that preserve the function of the model, are learned to reduce the loss of pruning, and
             are merged into the weights. "heads" keeps the residual stream, and so tied embeddings. None does neither.
@@ -154,8 +158,8 @@ class MoonshotConfig:
     max_memory: int | str | None = None
     offload_dir: str | None = None
     recover: str | None = None
-    recover_steps: int = 150
-    recover_lr: float = 0.05
+    recover_steps: int | None = None
+    recover_lr: float | None = None
     rotation: str | None = None
     rotation_weights: str = "fisher"
     rotation_steps: int = 100
@@ -254,6 +258,16 @@ class MoonshotConfig:
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
+
+    @property
+    def recovery_steps(self) -> int:
+        """`recover_steps`, or the default."""
+        return RECOVERY_DEFAULTS[self.recover or "blockwise"][0] if self.recover_steps is None else self.recover_steps
+
+    @property
+    def recovery_lr(self) -> float:
+        """`recover_lr`, or the default."""
+        return RECOVERY_DEFAULTS[self.recover or "blockwise"][1] if self.recover_lr is None else self.recover_lr
 
     def make_solver(self) -> Solver:
         """Build the solver with its hyperparameters."""

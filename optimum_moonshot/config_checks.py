@@ -10,7 +10,7 @@ from .objective.patterns import Experts, MixedNM
 from .solvers.base import Solver, solver_names
 
 # Fields that may be None.
-_OPTIONAL = {"recover", "rotation", "sequence_length", "rotation_rows"}
+_OPTIONAL = {"recover", "recover_steps", "recover_lr", "rotation", "sequence_length", "rotation_rows"}
 # Field → its strings.
 _CHOICES = {
     "fisher": ("all", "attention"),
@@ -64,7 +64,9 @@ def check_values(values: Mapping[str, Any]) -> None:
         check_choice(field, values[field], choices, optional=field in _OPTIONAL)
     for field, (least, closed, limit) in _INTERVALS.items():
         value = values[field]
-        check_number(field, value)
+        check_number(field, value, optional=field in _OPTIONAL)
+        if value is None:
+            continue
         bounds = f"{'at least' if closed else 'above'} {least}" + ("" if limit == math.inf else f" and below {limit}")
         inside = (least <= value if closed else least < value) and value < limit
         require(inside, f"give a number {bounds}", field=field, value=value)
@@ -99,6 +101,10 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     staged = values["recover"] == "gradual" and pattern == Experts.kind
     require(not staged, at_once, field="recover", value=values["recover"])
     _check_budget(values)
+    message = Text("{} makes the model smaller at once", Option("pattern", pattern))
+    hint = Text("recover it by {}", Option("recover", "blockwise"))
+    whole = pattern != Experts.kind or values["recover"] != "distill"
+    require(whole, message, field="recover", value=values["recover"], hint=hint)
     smaller = Text("{} removes weights from the groups that share a scale", Option("pattern", pattern))
     again = Text("quantize the smaller model in a second run, with {} alone", "bits")
     kept = values["bits"] is None or pattern not in ("structured", Experts.kind)

@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
+from ..config import RECOVERY_DEFAULTS
 from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
@@ -300,7 +301,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         untied = f"; the head is untied, {rotation.untied_bytes / 2**20:.2f} MiB more" if rotation.untied_bytes else ""
         rows.append(("rotations, learned and merged", f"{rotation.changes}; {change}{untied}"))
     if config.get("recover") is not None:
-        limit = f"at most {config['recover_steps']} steps for each decoder layer"
+        steps = config["recover_steps"] or RECOVERY_DEFAULTS[config["recover"]][0]
+        limit = f"at most {steps} steps{'' if config['recover'] == 'distill' else ' for each decoder layer'}"
         rows.append(("recovery", f"{config['recover']}, {limit}"))
     if data is None:
         rows.append(("calibration", "none"))

@@ -102,9 +102,13 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "const": "blockwise",
         "metavar": "HOW",
         "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
-        "on the calibration data; gradual: also prune each in stages; zeros stay zeros. Default: none",
+        "on the calibration data; gradual: also prune each in stages; distill: train the whole model to reproduce the "
+        "dense model's predictions; zeros stay zeros. Default: none",
     },
-    "recover_steps": {"type": int, "help": "maximum steps of --recover per decoder layer (150)"},
+    "recover_steps": {
+        "type": int,
+        "help": "maximum steps of --recover per decoder layer (150), of distill: in all (300)",
+    },
     "rotation": {
         "nargs": "?",
         "const": "learned",
@@ -119,7 +123,10 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "rotation_steps": {"type": int, "help": "maximum steps of --rotation (100)"},
     "rotation_lr": {"type": float, "help": "initial learning rate of --rotation, in radians (0.02)"},
     "rotation_rows": {"type": int, "help": "rows of each matrix that --rotation uses (all); fewer are faster"},
-    "recover_lr": {"type": float, "help": "initial learning rate of --recover, relative to the weights (0.05)"},
+    "recover_lr": {
+        "type": float,
+        "help": "initial learning rate of --recover, relative to the weights (0.05; distill: 0.01)",
+    },
 }
 
 

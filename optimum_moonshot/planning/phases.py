@@ -9,6 +9,7 @@ from ..allocation.loss_curves import SampledRows, sampled_count, sampled_rows, t
 from ..calibration.accumulators import GradientPlan
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.spec import StatisticsSpec
+from ..recovery.placement import Placement, TrainingBytes
 from ..recovery.tuning import part_size
 from ..recovery.whole_blocks import changes_structure, trainable
 from ..reports.plan import DISK, HOST
@@ -110,6 +111,26 @@ def _others(run: RunSpec, block: Block) -> list[nn.Parameter]:
         return []
     pruned = {id(layer.parameter) for layer in block.layers}
     return [parameter for parameter in trainable(block.module).values() if id(parameter) not in pruned]
+
+
+def distillation(trace: MemoryTrace, model: nn.Module) -> None:
+    """The teacher's cached hidden states; a copy of the model with its optimizer, where the run places them."""
+    run, config = trace.run, trace.run.selection.config
+    size = TrainingBytes.of(model, config.bits is not None or config.has_budget)
+    placement = Placement.within(size, run.storage)
+    if not placement.trains:
+        recovery(trace)
+        return
+    cache = trace.allocate("streams", sum(run.footprint.hidden * count // run.batch for count in run.sizes), "teacher")
+    samples = min(part_size(run.samples), run.batch)
+    passes = [each.observed for each in run.footprint.blocks.values()] or [run.footprint.whole]
+    activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
+    device, host = str(run.device), size.best + (size.state if placement.on_host else 0)
+    trace.add("training", HOST, host)
+    trace.add("training", device, size.copy + (0 if placement.on_host else size.state))
+    trace.snapshot("recovery", "the model", activations=min(activations, run.storage.available()))
+    trace.held.pop("training")
+    trace.free("streams", cache)
 
 
 def committing(trace: MemoryTrace) -> None:

@@ -20,7 +20,7 @@ from ..pipeline.selection import Subject, select
 from ..reports.plan import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
 from .build_spec import MachineMemory, build_spec, example_batches, is_given
 from .memory import MemoryTrace, Visit, count_blocks
-from .phases import allocation, committing, recovery, rotation, saving
+from .phases import allocation, committing, distillation, recovery, rotation, saving
 from .run_spec import RunSpec, module_bytes, offloaded_blocks
 from .seconds import Seconds, measure
 from .solver import clock
@@ -109,7 +109,9 @@ def _count(trace: MemoryTrace, model: nn.Module) -> list[Visit]:
     if config.allocation == "fisher":
         allocation(trace)
     visits = count_blocks(trace)
-    if config.recover is not None:
+    if config.recover == "distill":
+        distillation(trace, model)
+    elif config.recover is not None:
         recovery(trace)
     committing(trace)
     saving(trace, model)

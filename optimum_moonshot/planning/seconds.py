@@ -75,8 +75,12 @@ class Seconds:
         passes = sum(map(self.of_block, visits)) - solving
         seconds["calibration"] = self.ready + capture * run.samples * len(run.sequential) + passes
         seconds["solver"] = solving
-        if config.recover is not None:
-            samples = config.recover_steps * STEP_SAMPLES + run.samples * (2 + EVALUATIONS / HELDOUT_SHARE)
+        if config.recover == "distill":
+            trained = 3 * config.recovery_steps * STEP_SAMPLES  # a backward pass takes as long as two forward passes
+            passed = trained + run.samples * (1 + EVALUATIONS / HELDOUT_SHARE)
+            seconds["recovery"] = passed * (capture + total(self.passes, "model", "bare"))
+        elif config.recover is not None:
+            samples = config.recovery_steps * STEP_SAMPLES + run.samples * (2 + EVALUATIONS / HELDOUT_SHARE)
             seconds["recovery"] = samples * blocks_once + (solving * 6 if config.recover == "gradual" else 0)
         if run.offloaded is not None:
             seconds["reading"] = self.onloading * _times_read(run.selection)

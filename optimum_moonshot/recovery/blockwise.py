@@ -88,7 +88,7 @@ class Recovery:
         self.whole_batches = split_batches(data.batches, part_size(data.num_samples))
         self.gradual: Gradual | None = None
         if self.config.recover == "gradual":
-            solver, steps = variant.selection.solver, self.config.recover_steps
+            solver, steps = variant.selection.solver, self.config.recovery_steps
             self.gradual = Gradual(solver, steps, self.batches, self.backoff)
         self.where = sequence[0].name  # the current block
         self.shared = shared_names(prepared.model, sequence)

@@ -2,7 +2,7 @@
 
     min   mean over tokens of KL(softmax(dense logits) ‖ softmax(logits))
 
-on the calibration samples, by Adam with a cosine schedule (Hinton et al., arXiv 1503.02531, at temperature 1 and without
+on the calibration samples, by Adam with a cosine schedule (Hinton et al., arXiv 1503.02531, at temperature 1, without
 labels). Zeros of pruned layers stay zeros, and survivors on a grid stay on it. A part of the samples is held out: the
 result is the evaluated state with the least divergence on them, or the pruned weights if none has less.
 
@@ -58,7 +58,7 @@ class Distillation:
     def __init__(self, prepared: Prepared, variant: Variant, on_host: bool):
         self.prepared, self.variant, self.on_host = prepared, variant, on_host
         self.config, self.ranks, self.backoff = variant.selection.config, prepared.subject.ranks, prepared.backoff
-        self.storage, self.total = prepared.storage, self.config.recover_steps
+        self.storage, self.total = prepared.storage, self.config.recovery_steps
         self.teacher = Teacher(prepared.model, prepared.storage)
         self.device = model_device(prepared.model)
         size = part_size(prepared.calibration.num_samples)
@@ -105,7 +105,7 @@ class Distillation:
 
     def _train(self) -> DistillState:
         """Train until the end of the schedule, or of the gains on the held-out samples."""
-        optimizer, store = Optimizer(self.student, self.config.recover_lr), self.variant.store
+        optimizer, store = Optimizer(self.student, self.config.recovery_lr), self.variant.store
         state = DistillState.resumed(store, self.ranks, self.student, optimizer)
         if state is None:
             state = self._started()

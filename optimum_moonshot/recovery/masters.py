@@ -131,7 +131,7 @@ class StudentModel:
         grid = None if pattern is None or not bool(value.any()) else pattern.grid
         same = value.dtype == wide and grid is None and not self.on_host
         master = Master(name, used, value.dtype, used if same else nn.Parameter(value.to(place, wide, copy=True)))
-        if layer is not None and pattern is not None and (grid is None or pattern.sparsity):
+        if pattern is not None and (grid is None or pattern.sparsity):
             master.keep = master.value.detach() != 0  # without a sparsity, a zero of a grid is a code
         if layer is not None and grid is not None:
             master.grid = GridWeight.restore(replace(layer, substitute=master.value), grid)

@@ -1,5 +1,6 @@
 """The recovery that a run is configured with: end to end where the memory suffices, else block by block."""
 
+import dataclasses
 from collections.abc import Callable
 
 from ..errors import Text, require
@@ -37,4 +38,6 @@ def plan_recovery(prepared: Prepared, variant: Variant) -> Callable[[], float]:
 
 def _by_block(prepared: Prepared, variant: Variant) -> Callable[[], float]:
     recovery = Recovery.plan(prepared, variant)
+    if recovery.config.recover == "distill":
+        recovery.config = dataclasses.replace(recovery.config, recover="blockwise")
     return lambda: broadcast_first(prepared, recovery.run)

@@ -74,8 +74,8 @@ class Tuner:
         sizes: list[int],
         samples: int | None = None,
     ):
-        self.student, self.task, self.lr = student, task, config.recover_lr
-        self.total = config.recover_steps
+        self.student, self.task, self.lr = student, task, config.recovery_lr
+        self.total = config.recovery_steps
         self.groups, self.heldout = divide_parts(sizes, samples)
         self.order = self._batches((config.seed + number) % 2**63)
         self.taken = 0  # steps in all phases
