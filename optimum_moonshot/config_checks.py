@@ -101,10 +101,10 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     staged = values["recover"] == "gradual" and pattern == Experts.kind
     require(not staged, at_once, field="recover", value=values["recover"])
     _check_budget(values)
-    message = Text("{} makes the model smaller at once", Option("pattern", pattern))
-    hint = Text("recover it by {}", Option("recover", "blockwise"))
+    at_once = Text("{} makes the model smaller at once", Option("pattern", pattern))
+    blockwise = Text("recover it by {}", Option("recover", "blockwise"))
     whole = pattern != Experts.kind or values["recover"] != "distill"
-    require(whole, message, field="recover", value=values["recover"], hint=hint)
+    require(whole, at_once, field="recover", value=values["recover"], hint=blockwise)
     smaller = Text("{} removes weights from the groups that share a scale", Option("pattern", pattern))
     again = Text("quantize the smaller model in a second run, with {} alone", "bits")
     kept = values["bits"] is None or pattern not in ("structured", Experts.kind)

@@ -1,4 +1,4 @@
-"""Distillation trains a whole copy of the model: zeros, ties and grids stay, the loss never rises, a kill loses no bit."""
+"""Distillation trains a whole copy of the model: zeros, ties and grids stay, the loss never rises, runs resume."""
 
 from functools import partial
 
