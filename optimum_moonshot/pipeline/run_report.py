@@ -27,7 +27,7 @@ def attach_report(
     """
     config, spilled, processes = selection.config, prepared.storage.spilled, prepared.backoff.processes
     alone = ["the rotation was learned"] if config.rotation is not None else []
-    alone += ["the blocks were recovered"] if config.recover is not None else []
+    alone += ["the blocks were recovered"] if config.recover not in (None, "distill") else []
     by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
     pruned = PruneReport(
         config={**config.to_dict(), "offload_dir": None},  # a published report contains no local folders

@@ -125,7 +125,7 @@ def distillation(trace: MemoryTrace, model: nn.Module) -> None:
     samples = min(part_size(run.samples), run.batch)
     passes = [each.observed for each in run.footprint.blocks.values()] or [run.footprint.whole]
     activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
-    device, host = str(run.device), size.best + (size.state if placement.on_host else 0)
+    device, host = str(run.device), size.host if placement.on_host else size.best
     trace.add("training", HOST, host)
     trace.add("training", device, size.copy + (0 if placement.on_host else size.state))
     trace.snapshot("recovery", "the model", activations=min(activations, run.storage.available()))

@@ -4,7 +4,7 @@
 2. The device for the copy, host memory for masters, gradients and moments.
 3. Neither: the model is recovered block by block, of which one at a time has an optimizer's state.
 
-The best state is a copy in host memory. Activations need memory too: half of what is left after the copy of the model.
+The best state is a copy in host memory.
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,18 @@ class TrainingBytes:
     copy: int  # of the model
     state: int  # masters, gradients and moments
     best: int  # the best state
+    host: int  # masters, gradients, moments and the best state, where they are not on the device
 
     @classmethod
     def of(cls, model: nn.Module, grids: bool) -> "TrainingBytes":
         """`grids`: whether weights on a grid have latent weights beside them."""
-        copy = state = best = 0
+        copy = state = total = 0
         for parameter in model.parameters():
             count, wide = parameter.numel(), parameter.dtype in (torch.float32, torch.float64) and not grids
             copy += count * (4 if parameter.dtype == torch.float16 else parameter.dtype.itemsize)
             state += count * (12 if wide else 16)
-            best += count * 4
-        return cls(copy, state, best)
+            total += count
+        return cls(copy, state, 4 * total, 20 * total)
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ class Placement:
         if not is_gpu(device):
             needed = size.copy + size.state + size.best
             return cls(True) if needed <= free else cls._refused(needed, free, "host memory")
-        whole, beside = size.copy + size.state, size.state + size.best
+        whole = size.copy + size.state
         if whole <= free and size.best <= host:
             return cls(True)
-        if size.copy <= free and beside <= host:
+        if size.copy <= free and size.host <= host:
             reason = f"its {_gib(whole)} exceed the {_gib(free)} left on {device}"
             return cls(True, True, f"the distillation's optimizer state was in host memory: {reason}")
         if size.copy <= free:
-            return cls._refused(beside, host, "host memory")
+            return cls._refused(size.host, host, "host memory")
         return cls._refused(size.copy, free, str(device))
 
     @classmethod

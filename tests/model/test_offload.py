@@ -69,6 +69,7 @@ CHANGES = [
     {"lam": 0.5, "recover": "blockwise", "recover_steps": 3},
     {"lam": 1.0, "recover": "gradual", "recover_steps": 3},
     {"lam": 1.0, "solver": "osscar", "pattern": "structured", "sparsity": 0.5, "recover": "blockwise"},
+    {"lam": 1.0, "recover": "distill", "recover_steps": 3},
     {"lam": 0.5, "rotation": "learned", "rotation_steps": 3},
     {"solver": "osscar", "pattern": "structured", "sparsity": 0.25, "lam": 0.9},
 ]

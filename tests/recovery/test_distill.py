@@ -291,7 +291,7 @@ def test_optimizer_state_in_host_memory_changes_no_bit(dtype, monkeypatch):
 def test_without_memory_for_the_whole_model_blocks_are_recovered(monkeypatch):
     plain, model = make("llama"), make("llama")
     prune(plain, recover="blockwise")
-    monkeypatch.setattr(TrainingBytes, "of", lambda *_: TrainingBytes(2**50, 2**51, 2**52))
+    monkeypatch.setattr(TrainingBytes, "of", lambda *_: TrainingBytes(2**50, 2**51, 2**52, 2**53))
     report = prune(model)
     assert same(model, state(plain)) and len(report.recovery) == 3
     assert any(note.startswith("recovered block by block instead of distilled: end-to-end") for note in report.notes)
@@ -313,7 +313,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
     ],
 )
 def test_the_place_of_training(device, free, host, trains, on_host):
-    placement = Placement.choose(TrainingBytes(copy=10, state=50, best=10), device, free, host)
+    placement = Placement.choose(TrainingBytes(copy=10, state=50, best=10, host=60), device, free, host)
     assert (placement.trains, placement.on_host) == (trains, on_host)
     assert bool(placement.note) == (not trains or on_host)
 
@@ -327,9 +327,44 @@ def test_recomputed_activations_change_no_bit(monkeypatch):
     assert same(model, state(plain)) or closest(model, plain) < 1e-4
 
 
+@pytest.mark.parametrize("call", [1, 6, 30])
+def test_a_pass_out_of_memory_is_repeated_with_smaller_batches(call, monkeypatch):
+    plain, model = make("llama"), make("llama")
+    prune(plain)
+    original, calls = Teacher.divergence, []
+
+    def fail_once(self, *arguments):
+        calls.append(None)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Teacher, "divergence", fail_once)
+    report = prune(model)
+    assert any("at distillation: batches halved" in note for note in report.notes)
+    assert closest(model, plain) < 1e-4
+
+
+def test_activations_are_recomputed_where_single_samples_do_not_fit(monkeypatch):
+    plain, model = make("llama"), make("llama")
+    prune(plain)
+    original, failed = Teacher.divergence, []
+
+    def fail(self, *arguments):
+        if len(failed) < 3:
+            failed.append(None)
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Teacher, "divergence", fail)
+    report = prune(model)
+    assert any("computed again in backward passes: a sample's did not fit" in note for note in report.notes)
+    assert closest(model, plain) < 1e-4
+
+
 def closest(model, other):
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return max(float((first - second).abs().max()) for first, second in pairs)
+    return max(float((first - second).detach().abs().max()) for first, second in pairs)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +395,6 @@ def test_padding_that_logits_do_not_show_is_an_error():
 def test_memory_for_the_training_is_counted():
     model = make("llama")
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert TrainingBytes.of(model, False) == TrainingBytes(4 * count, 12 * count, 4 * count)
-    assert TrainingBytes.of(model.bfloat16(), False) == TrainingBytes(2 * count, 16 * count, 4 * count)
-    assert TrainingBytes.of(model.half(), True) == TrainingBytes(4 * count, 16 * count, 4 * count)
+    assert TrainingBytes.of(model, False) == TrainingBytes(4 * count, 12 * count, 4 * count, 20 * count)
+    assert TrainingBytes.of(model.bfloat16(), False) == TrainingBytes(2 * count, 16 * count, 4 * count, 20 * count)
+    assert TrainingBytes.of(model.half(), True) == TrainingBytes(4 * count, 16 * count, 4 * count, 20 * count)

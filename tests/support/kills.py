@@ -43,6 +43,7 @@ COMMANDS = {
     "prune": PRUNE,
     "prune, packed": [*PRUNE, "--solver", "wanda", "--format", "packed", "--eval", "TEXT"],
     "recover": [*PRUNE, "--recover", "blockwise", "--recover-steps", "6"],
+    "distill": [*PRUNE, "--recover", "distill", "--recover-steps", "6"],
     "sweep": ["sweep", *PRUNE[1:2], "--patterns", "2:4", *PRUNE[4:], "--lambdas", "0.5", "1", "--seeds", "0", "1",
               "--save"],
     "convert to packed": ["convert", "DENSE", "--format", "packed"],
@@ -55,7 +56,7 @@ LONGEST = 120  # seconds; no command takes as long
 ABOUT_KILLS = re.compile(r"taken over from an interrupted run|were thrown away and made again")
 REFUSED = re.compile("another command writes there|it is not empty")
 MEETINGS = [
-    ("prune", "prune"), ("prune", "recover"), ("sweep", "sweep"), ("prune", "convert to packed"),
+    ("prune", "prune"), ("prune", "recover"), ("prune", "distill"), ("sweep", "sweep"), ("prune", "convert to packed"),
     ("convert to dense", "prune, packed"), SAVES,
 ]  # fmt: skip
 DONE = "it is not empty; --overwrite writes there anyway"  # after a kill at the very end

@@ -168,6 +168,7 @@ CASES = {
         recover_lr=0.01,
         num_samples=16,
     ),
+    "distill": lambda: prune(recover="distill", recover_steps=4),
     "sweep": sweep,
     "sweep by a metric": lambda: sweep(metric=of_weights, work_dir=FOLDER / f"metric-{processes()}"),
     "path": path,
