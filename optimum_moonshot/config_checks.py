@@ -98,13 +98,9 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
     require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
     at_once = Text("{} removes experts at once; use {}", Option("pattern", pattern), Option("recover", "blockwise"))
-    staged = values["recover"] == "gradual" and pattern == Experts.kind
+    staged = values["recover"] in ("gradual", "distill") and pattern == Experts.kind
     require(not staged, at_once, field="recover", value=values["recover"])
     _check_budget(values)
-    at_once = Text("{} makes the model smaller at once", Option("pattern", pattern))
-    blockwise = Text("recover it by {}", Option("recover", "blockwise"))
-    whole = pattern != Experts.kind or values["recover"] != "distill"
-    require(whole, at_once, field="recover", value=values["recover"], hint=blockwise)
     smaller = Text("{} removes weights from the groups that share a scale", Option("pattern", pattern))
     again = Text("quantize the smaller model in a second run, with {} alone", "bits")
     kept = values["bits"] is None or pattern not in ("structured", Experts.kind)
