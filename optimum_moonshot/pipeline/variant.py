@@ -20,7 +20,6 @@ from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
 from ..results.store import ResultStore
-from ..results.store import ResultStore
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
 from .inputs import Prepared

@@ -64,10 +64,10 @@ def test_a_target_of_bytes_is_that_of_the_packed_files(tmp_path):
 
 def test_curves_of_quantized_weights_are_stored_in_the_run_folder(tmp_path):
     curve = LossCurve(100, (0.2, 0.4), (1.0, 2.0), (), {4: (0.1, 1.1, 2.1), 3: (0.2, 1.2, 2.2)})
-    store = ResultStore(tmp_path / "run", "same", "resume_dir")
+    store = ResultStore(tmp_path / "run", {}, "resume_dir")
     store.put_curve("layer", curve)
     store.release()
-    assert ResultStore(tmp_path / "run", "same", "resume_dir").curves["layer"] == curve
+    assert ResultStore(tmp_path / "run", {}, "resume_dir").curves["layer"] == curve
 
 
 @pytest.mark.parametrize(

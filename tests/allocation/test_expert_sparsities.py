@@ -151,11 +151,11 @@ def test_curves_do_not_depend_on_the_memory(memory, tmp_path):
 def test_curves_of_experts_survive_a_killed_run(tmp_path):
     expert_curves = tuple(LossCurve(10, (0.5, 1.0), (loss, 2 * loss)) for loss in (1.0, 0.25))
     curve, plain = LossCurve(20, (0.5, 1.0), (1.25, 2.5), expert_curves), LossCurve(7, (0.5, 1.0), (1.0, 2.0))
-    store = ResultStore(tmp_path / "run", "same")
+    store = ResultStore(tmp_path / "run", {})
     store.put_curve("experts", curve)
     store.put_curve("plain", plain)
     store.release()
-    assert ResultStore(tmp_path / "run", "same").curves == {"experts": curve, "plain": plain}
+    assert ResultStore(tmp_path / "run", {}).curves == {"experts": curve, "plain": plain}
 
 
 def test_n_is_equal_for_the_experts_of_a_layer_and_the_report_explains_it():
