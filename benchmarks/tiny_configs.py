@@ -78,7 +78,7 @@ def _kwargs(config: PreTrainedConfig, tokens: _Tokens) -> dict[str, Any]:
             fields[name] = _rope(value)
         elif re.search(r"token_(id|index)$|_id$", name) and isinstance(value, int) and not isinstance(value, bool):
             fields[name] = tokens(value)
-        elif re.search(_KEYS, name) and value == getattr(config, "num_attention_heads", None):
+        elif re.search(_KEYS, name) and value == vars(config).get("num_attention_heads"):  # may differ by layer
             fields[name] = 4  # no grouped-query attention
         elif name not in fields and (small := _small(name, value)) is not None:
             fields[name] = small
@@ -140,6 +140,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "laguna": {"num_attention_heads_per_layer": [4, 4], "mlp_layer_types": ["dense", "sparse"]},
     "gemma": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note_text": {
+        **{f"swa_{name}": 2 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
+        "swa_head_dim": 16,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, 4], "mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},

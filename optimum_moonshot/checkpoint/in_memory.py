@@ -28,6 +28,7 @@ from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packi
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .packed_files import FORMATS, pruned_layers, save_streamed
 from .quantization_config import MoonshotPrunedCheckpoint
+from .reload_check import check_reloads
 
 _WEIGHT = "weight"
 
@@ -153,6 +154,7 @@ def save_packed(
         return
     with staged("save_directory", save_directory) as staging, to_save(model):
         save_streamed(model, staging, format == "packed", **options)
+        check_reloads(model, staging)
 
 
 def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:

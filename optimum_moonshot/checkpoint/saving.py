@@ -24,6 +24,7 @@ from .hub import HUB_OPTIONS, local_folder
 from .in_memory import is_packed, to_save
 from .meta_model import checkpoint_meta_model
 from .packed_files import FORMATS, pack_files, save_streamed, unpack_files
+from .reload_check import check_reloads
 from .weight_files import EXPORT, stored_format
 
 
@@ -78,6 +79,7 @@ def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
             raise MoonshotError(message, field="model", hint=hint) from error
         if format == "packed":
             pack_files(folder, folder, model)
+    check_reloads(model, folder)
     if format == EXPORT:
         export_files(folder, folder, model)
 

@@ -8,6 +8,7 @@ The dense weights of resident blocks are copied to host memory. Offloaded blocks
 changes are stored separately (model/offload.py), block by block.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,8 +60,8 @@ class Basis:
 
     @property
     def untied_bytes(self) -> int:
-        """The additional memory of the parameters that `keep` unties."""
-        return sum(at.parameter.nbytes for at in self._to_untie())
+        """The additional memory of the parameters that `keep` has untied."""
+        return sum(at.parameter.nbytes for at, _ in self.untied)
 
     def _to_untie(self) -> list[Axis]:
         """The uses of shared parameters that change differently from the input embeddings, else from the first use."""
@@ -71,15 +72,24 @@ class Basis:
         return [change.at for change in self.changes if not change.same(first[id(change.at.parameter)])]
 
     def keep(self) -> None:
-        """Untie parameters that need two bases, and copy the parameters that will change to host memory."""
+        """Untie parameters that need two bases, and copy the parameters that will change to host memory.
+
+        The configuration then ties none of the parameters that it tied before, such as the bias of a head to that of a
+        layer in it: in a loaded model all of them would be separate, so they are here.
+        """
+        tied = _tied_names(self.model)
         for at in self._to_untie():
-            shared = at.parameter
-            self.untied.append((at, shared))
-            setattr(at.holder, at.name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
-            mark_written(at.holder, at.name)
+            self._untie(at)
         self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model) if self.untied]
         for config, _ in self.settings:
             config.tie_word_embeddings = False
+        uses = Counter(id(parameter) for _, _, parameter in parameter_slots(self.model))
+        for name in tied - _tied_names(self.model):
+            holder, _, key = name.rpartition(".")
+            at = Axis(self.model.get_submodule(holder), key, 0)
+            if uses[id(at.holder._parameters.get(key))] > 1:
+                uses[id(at.parameter)] -= 1
+                self._untie(at)
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
                 self.offloaded[block] = block.changes()
@@ -87,6 +97,12 @@ class Basis:
             for parameter in (change.at.parameter for change in changes):
                 if id(parameter) not in self.dense:
                     self.dense[id(parameter)] = parameter.detach().to("cpu", copy=True)
+
+    def _untie(self, at: Axis) -> None:
+        shared = at.parameter
+        self.untied.append((at, shared))
+        setattr(at.holder, at.name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+        mark_written(at.holder, at.name)
 
     def _by_block(self) -> list[tuple[Weights, list[_Change]]]:
         """The changes by the weights of their block, resident weights last."""
@@ -211,6 +227,12 @@ def _tying(model: nn.Module) -> list[Any]:
     return [
         each for each in {id(config): config, id(text): text}.values() if getattr(each, "tie_word_embeddings", False)
     ]
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """The parameters that the configurations of a `PreTrainedModel` and its parts tie to others."""
+    expanded = getattr(model, "get_expanded_tied_weights_keys", None)
+    return set() if expanded is None else set(expanded(all_submodels=True))
 
 
 def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:

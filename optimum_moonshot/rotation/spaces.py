@@ -101,9 +101,9 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     for members in sorted(ends.classes(), key=len, reverse=True):
         nodes = [trace.nodes[end // 2] for end in members]
         shared = len({_block(node.name, blocks) for node in nodes}) > 1
-        width = nodes[0].channels_last([*nodes[0].leaves, *nodes[0].inputs][0]).shape[-1]
+        width = _width(trace, members)
         why = next((ends.fixed[end] for end in members if end in ends.fixed), None)
-        why = why or (_unreached(trace, readings, width) if shared else None)
+        why = why or _unreached(trace, readings, width, shared)
         if why is None and width > 1:
             number = sum(space.name.startswith(RESIDUAL) for space in spaces)
             name = nodes[0].name if not shared else RESIDUAL + (f" {number + 1}" if number else "")
@@ -115,6 +115,14 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     elif not refused:
         refused = {RESIDUAL: "no vectors pass from one decoder layer to the next"}
     return spaces, refused
+
+
+def _width(trace: Trace, members: Sequence[int]) -> int:
+    """The number of coordinates at endpoints that are in one space; 0 if the trace has no tensor there."""
+    for node, writes in ((trace.nodes[end // 2], end % 2 == 1) for end in members):
+        for tensor in node.leaves if writes else node.inputs:
+            return node.channels_last(tensor).shape[-1]
+    return 0
 
 
 def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ...]]:
@@ -197,14 +205,19 @@ def _block(name: str, blocks: Sequence[str]) -> str | None:
     return next((block for block in blocks if name.startswith(block + ".")), None)
 
 
-def _unreached(trace: Trace, readings: list[Reading], width: int) -> str | None:
-    """A message about a weight of this width that the probe did not reach, which may belong to the space."""
+def _unreached(trace: Trace, readings: list[Reading], width: int, shared: bool) -> str | None:
+    """A message about a weight of this width that may belong to a space, which the trace cannot show.
+
+    Its inputs have no gradients, or, if the space is `shared` by several layers, the probe did not reach it.
+    """
     read = {place for reading in readings for place in reading.alike | reading.other}
     for place, node in enumerate(trace.nodes):
-        reached = place in read if node.raw else bool(node.leaves)
+        hidden = node.hidden and not node.inputs
+        reached = place in read if node.raw else bool(node.leaves) and not hidden
         sizes = [axis.parameter.shape[axis.axis] for axis in (*node.reads, *node.writes)]
-        if not reached and width in sizes:
-            return f"the probe did not reach {node.name}, which may belong to it"
+        if not reached and (shared or hidden) and width in sizes:
+            how = "gradients do" if hidden else "the probe did"
+            return f"{how} not reach {node.name}, which may belong to it"
     return None
 
 

@@ -58,6 +58,7 @@ class Node:
     norm: Norm | None = None
     images: bool = False  # channels are on the third axis from the end, not on the last
     raw: bool = False  # a parameter itself
+    hidden: bool = False  # some inputs are computed without gradients, which show the dependences
     functional: bool = False  # `functional.linear` with a parameter of no layer, or slices of it (fused experts)
     inputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
@@ -109,7 +110,9 @@ class Trace:
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
             read = next((each for each in (*args, *named.values()) if _is_floating(each)), None)
-            if read is not None:
+            if read is not None and read.grad_fn is None and not torch.is_grad_enabled():
+                node.hidden = True
+            elif read is not None:
                 node.inputs.append(read)
             return node.cut(output, generator)
 
@@ -170,7 +173,7 @@ class Trace:
         leaves = [leaf for _, leaf, _ in reached]
         after = vjp(tensor, permuted(cotangent, node), leaves) if leaves else ()
         tolerance = tolerance_of(tensor.dtype)
-        alike, other, explained = set(), set(), torch.zeros((), dtype=torch.float64)
+        alike, other, terms = set(), set(), list[tuple[Tensor, Tensor]]()
         for (place, leaf, before), gradient in zip(reached, after, strict=True):
             maker = self.nodes[place]
             if (
@@ -179,19 +182,47 @@ class Trace:
                 and float((gradient - permuted(before, maker)).norm()) <= tolerance * float(before.norm())
             ):
                 alike.add(place)
-                explained += (before.double() * maker.value(leaf).double()).sum().cpu()
+                terms.append((leaf, maker.value(leaf)))
             else:
                 other.add(place)
-        # For a sum of linear dependences ⟨c, x⟩ is the sum of ⟨gradient, leaf⟩; a random c excludes coincidences.
-        total = (cotangent.double() * tensor.detach().double()).sum().cpu()
-        size = float(cotangent.double().norm() * tensor.detach().double().norm()) / max(1, tensor.numel()) ** 0.5
-        whole = abs(float(total - explained)) <= 10 * tolerance * size
+        whole = bool(alike) and _is_sum(tensor, terms, generator, trials=8 if other else 2)
         return Reading(reader, frozenset(alike - other), frozenset(other), whole)
 
 
+def _is_sum(tensor: Tensor, terms: Sequence[tuple[Tensor, Tensor]], generator: torch.Generator, trials: int) -> bool:
+    """Whether a tensor is the sum of its linear dependences on some leaves with their values.
+
+    Then ⟨c, x⟩ is the sum of ⟨gradient, leaf⟩ for every c. Each of the trials has a random c, to exclude coincidences,
+    which the coarse tolerance of 16 bits permits.
+    """
+    value = tensor.detach().double()
+    limit = 3 * tolerance_of(tensor.dtype) * float(value.norm())
+    for _ in range(trials):
+        cotangent = random_like(tensor, generator)
+        gradients = vjp(tensor, cotangent, [leaf for leaf, _ in terms])
+        error = float((cotangent.double() * value).sum())
+        for (_, leaf), gradient in zip(terms, gradients, strict=True):
+            error -= 0.0 if gradient is None else float((gradient.double() * leaf.double()).sum())
+        if not abs(error) <= limit:
+            return False
+    return True
+
+
 def vjp(output: Tensor, cotangent: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Vector–Jacobian products of an output of the run with respect to leaves; None if there is no dependence."""
-    return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
+    """Vector–Jacobian products of an output of the run with respect to leaves; None if there is no dependence.
+
+    A leaf may be a parameter that is frozen again since the run. `MoonshotError` if the model cannot be differentiated.
+    """
+    frozen_leaves = [leaf for leaf in leaves if not leaf.requires_grad]
+    try:
+        for leaf in frozen_leaves:
+            leaf.requires_grad_(True)
+        return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
+    except (AssertionError, NotImplementedError) as error:  # of a backward pass that the model defines
+        raise MoonshotError(f"the model cannot be differentiated: {reason(error)}", field="rotation") from error
+    finally:
+        for leaf in frozen_leaves:
+            leaf.requires_grad_(False)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

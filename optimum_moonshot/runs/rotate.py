@@ -92,9 +92,9 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
     spaces, refused = rotatable_spaces(prepared, patterns)
     expected = outputs(model, batch)
     basis = Basis(model, prepared.selection.structure.blocks, spaces)
-    untied = basis.untied_bytes
     try:
         basis.keep()
+        untied = basis.untied_bytes
         state = learned_in_first(prepared, store.rotation)
         if state is None or not state.finished:
             check_invariance(model, basis, batch, expected)

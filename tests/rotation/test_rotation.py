@@ -38,6 +38,9 @@ MORE = {
         hf.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0)
     ),
     "dinov2": lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**PATCHED)),
+    "opt-projected": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(**{**TEXT, "ffn_dim": 24}, word_embed_proj_dim=8, do_layer_norm_before=True)
+    ),
 }
 POST_NORM = "scales its coordinates, and no matrix follows"
 # Model → why its residual stream cannot be rotated (None: it can), and how many layers have rotatable heads.
@@ -57,6 +60,7 @@ FAMILIES = {
     "gpt-neox": (None, 3),  # fused and interleaved
     "gpt2": (None, 3),  # Conv1D, learned positions, tied
     "opt": (None, 3),
+    "opt-projected": (None, 3),  # embeddings of another width
     "falcon": (None, 3),  # one key-value head
     "falcon-alibi": (None, 3),
     "bloom": (POST_NORM, 3),  # a norm between the embeddings and the stream
@@ -149,8 +153,8 @@ def test_tied_embeddings_are_untied_and_load_in_plain_transformers(tmp_path):
     spaces, _ = find(model, batch, heads_only=False)
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)
-    assert basis.untied_bytes == model.lm_head.weight.nbytes
     basis.keep()
+    assert basis.untied_bytes == model.lm_head.weight.nbytes
     basis.write(random_rotations(spaces))
     check_same(model, batch, expected, "it")
     model.save_pretrained(tmp_path)
@@ -165,7 +169,9 @@ def test_a_head_that_needs_no_gain_stays_tied():
     model = build("llama-tied-biased")
     model.model.norm.weight.data.fill_(1)
     spaces, _ = find(model, probe_inputs(model), heads_only=False)
-    assert Basis(model, find_structure(model).blocks, spaces).untied_bytes == 0
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    basis.keep()
+    assert basis.untied_bytes == 0 and model.config.tie_word_embeddings
 
 
 def test_rotating_heads_alone_keeps_the_embeddings():
@@ -173,6 +179,7 @@ def test_rotating_heads_alone_keeps_the_embeddings():
     spaces, refused = find(model, probe_inputs(model), heads_only=True)
     assert {space.name.rpartition(" ")[2] for space in spaces} == {"heads"} and not refused
     basis = Basis(model, find_structure(model).blocks, spaces)
+    basis.keep()
     assert basis.untied_bytes == 0
     touched = {id(change.at.parameter) for change in basis.changes}
     assert id(model.model.embed_tokens.weight) not in touched
