@@ -6,6 +6,7 @@ import transformers as hf
 from models import GROUPED
 from test_rotation import build
 
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.losses import loss_gradient
@@ -145,3 +146,15 @@ def test_widths_that_the_configuration_refuses_are_named():
         cut_stream(stream, model.config.hidden_size - 1)
     with pytest.raises(MoonshotError, match="no calibration data"):
         observe_stream(model, [], probe_inputs(model))
+
+
+def test_a_narrower_model_can_be_pruned_but_not_the_reverse():
+    model = build("llama").float()
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", sparsity=0.5, num_samples=4))
+    with pytest.raises(MoonshotError, match="give some"):
+        pruner.reduce_width(8)
+    assert pruner.reduce_width(8, samples(model)).hidden_size == (16, 8)
+    assert pruner.model is not model and model.config.hidden_size == 16 and pruner.model.config.hidden_size == 8
+    pruner.prune(progress=False)
+    with pytest.raises(MoonshotError, match="pruned already"):
+        pruner.reduce_width(4, samples(model))
