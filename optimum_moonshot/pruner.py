@@ -24,6 +24,7 @@ from .runs.prune import prune_model, rotate_model
 from .runs.record import compact_pruned, note_rotation
 from .runs.sparsity_path import SparsityPath, prune_path
 from .runs.sweep import Sweep, sweep
+from .runs.width import narrow_model
 
 if TYPE_CHECKING:
     from .model.calls import Forward
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .reports.rotation_report import RotationReport
     from .reports.seeds import SweepEntry
     from .reports.sweep_report import SweepReport
+    from .rotation.width import WidthReduction
 
 
 class MoonshotPruner:
@@ -350,6 +352,38 @@ class MoonshotPruner:
         """
         self.model, compaction = compact_pruned(self.model, self._pruned())
         return compaction
+
+    def reduce_width(
+        self,
+        hidden_size: int,
+        calibration: Any = None,
+        *,
+        loss: Loss | None = None,
+        forward: Forward | None = None,
+    ) -> WidthReduction:
+        """Make the hidden size of a dense model smaller: the least important directions of its residual stream leave.
+
+        `pruner.model` becomes a new dense model of the same class; the given one is unchanged. All matrices become
+        smaller in proportion, with embeddings and head; a later `prune` removes neurons and heads, or weights.
+
+        Args:
+            hidden_size: of the smaller model.
+            calibration: as for `prune`.
+            loss: as for `prune`.
+            forward: as for `prune`.
+
+        Returns:
+            The changes.
+
+        Raises:
+            MoonshotError: the model is pruned already, bad data, a model without a residual stream between RMS norms,
+                or a width that the architecture does not support.
+        """
+        require(self.report is None, "reduce_width: the model is pruned already", hint="reduce the width first")
+        with self._run(loss, forward, progress=False) as subject:
+            self.model, reduction = narrow_model(subject, self.config, hidden_size, calibration)
+        self._sweep = None
+        return reduction
 
     def to_runtime(
         self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1), inputs: str = "int8"

@@ -27,10 +27,10 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Folding:
-    """A norm whose gain is folded into the matrices that follow it."""
+    """A norm, and the matrices that follow it, into which its gain can be folded."""
 
     norm: Norm
-    readers: tuple[Axis, ...]
+    readers: tuple[Axis, ...]  # empty if others than matrices read its outputs, or matrices with other inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ class Space:
     count: int
     fixes_ones: bool  # R must fix the vector of ones
     places: tuple[Place, ...]
-    foldings: tuple[Folding, ...] = ()
+    foldings: tuple[Folding, ...] = ()  # the norms with gains that differ
+    norms: tuple[Folding, ...] = ()  # all norms of the space
     permuted: bool = False
     scaled: bool = False
     follows: "Space | None" = None  # the space whose rotation or permutation applies before the scaling
@@ -222,7 +223,7 @@ def _unreached(trace: Trace, readings: list[Reading], width: int, shared: bool) 
 
 
 def _space(trace: Trace, members: list[int], name: str, width: int, foldable: dict[int, tuple[Axis, ...]]) -> Space:
-    places, foldings, fixes_ones = [], [], False
+    places, norms, fixes_ones = [], [], False
     for end in members:
         node, writes = trace.nodes[end // 2], end % 2 == 1
         places += [Place(axis, writes=writes) for axis in (node.writes if writes else node.reads)]
@@ -231,7 +232,6 @@ def _space(trace: Trace, members: list[int], name: str, width: int, foldable: di
         fixes_ones |= node.norm.fixes_ones
         if node.norm.bias is not None:
             places.append(Place(Axis(node.norm.module, node.norm.bias, 0)))
-        gain = node.norm.gain
-        if gain is not None and not _uniform(gain):
-            foldings.append(Folding(node.norm, foldable[end // 2]))
-    return Space(name, width, 1, fixes_ones, tuple(places), tuple(foldings))
+        norms.append(Folding(node.norm, foldable.get(end // 2, ())))
+    foldings = [each for each in norms if each.norm.gain is not None and not _uniform(each.norm.gain)]
+    return Space(name, width, 1, fixes_ones, tuple(places), tuple(foldings), tuple(norms))
