@@ -1,7 +1,7 @@
 """Folders with models that pruning made smaller, of sizes that runtimes for inference support.
 
-The tokenizer is that of the shipped model; the vocabulary has a few tokens more, as those of many models. Neurons are left in odd numbers, which no block size
-of a format divides.
+The tokenizer is that of the shipped model; the vocabulary has a few tokens more, as those of many models. Neurons are
+left in odd numbers, which no block size of a format divides.
 """
 
 import shutil
