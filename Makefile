@@ -70,8 +70,8 @@ check-dist: dist
 .venv/llama.cpp: .venv/.gguf
 	$(BIN)/python -m pip download llama-cpp-python==0.3.36 --no-deps --no-binary llama-cpp-python -d .venv/source
 	mkdir -p $@
-	tar -xzf .venv/source/llama_cpp_python-*.tar.gz -C $@ --strip-components 3 --wildcards \
-		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion' '*/vendor/llama.cpp/gguf-py'
+	tar -xzf .venv/source/llama_cpp_python-*.tar.gz -C $@ --strip-components 3 \
+		--wildcards '*/vendor/llama.cpp/*.py'
 
 .venv/.docs .venv/.release .venv/.gguf: .venv/.%: $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt

@@ -75,7 +75,7 @@ def assert_same(path, folder, tolerance):
         assert result.argmax() == expected.argmax()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen2", "qwen3", "mixtral", "llama-blocks"])
 def test_llama_cpp_computes_what_torch_computes(name, tmp_path):
     make_smaller(name, tmp_path)
     path, config = convert(tmp_path), hf.AutoConfig.from_pretrained(tmp_path)

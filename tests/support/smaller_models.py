@@ -12,6 +12,7 @@ from command_line import DEMO
 from models import spread
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.model.depth import remove_blocks
 
 EDGE = dict(pad_token_id=2, bos_token_id=0, eos_token_id=1)
 TEXT = dict(
@@ -22,6 +23,7 @@ GROUPED = {**TEXT, "num_key_value_heads": 3}
 ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 45}
 ONE_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 45}
 STRUCTURED = dict(solver="magnitude", pattern="structured", sparsity=0.5)
+BLOCKS = (0, 2)
 EXPERTS = dict(solver="osscar", pattern="experts", sparsity=0.25, lam=1, num_samples=4)
 
 
@@ -29,7 +31,7 @@ def QWEN2():
     return hf.Qwen2ForCausalLM(hf.Qwen2Config(**TEXT, num_key_value_heads=6))
 
 
-# name: dense model, settings that make it smaller, fields of the smaller configuration
+# name: dense model, settings or blocks that make it smaller, fields of the smaller configuration
 SMALLER = {
     "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT)), STRUCTURED, ODD_HEADS),
     "llama-tied-biased": (
@@ -64,6 +66,11 @@ SMALLER = {
         EXPERTS,
         {"num_local_experts": 3, "num_attention_heads": 6},
     ),
+    "llama-blocks": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "num_hidden_layers": 4, "intermediate_size": 45})),
+        BLOCKS,
+        {"num_hidden_layers": 2, "intermediate_size": 45},
+    ),
 }  # fmt: skip
 
 
@@ -75,18 +82,27 @@ def make_smaller(name, folder):
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    if settings is BLOCKS:
+        source = model = remove_blocks(model, settings)[0]
+    else:
+        source = _pruned(model, settings)
+        model = source.model
+    source.save_pretrained(folder, max_shard_size="500KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    assert {field: getattr(model.config, field) for field in fields} == fields
+    return logits(model, prompts())
+
+
+def _pruned(model, settings):
     pruner = MoonshotPruner(model, MoonshotConfig(**settings))
     if settings is EXPERTS:
         pruner.prune([{"input_ids": prompts(4, 32)}], progress=False)
     else:
         pruner.prune(progress=False)
         pruner.compact()
-    pruner.save_pretrained(folder, max_shard_size="500KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder)
-    assert {field: getattr(pruner.model.config, field) for field in fields} == fields
-    return logits(pruner.model, prompts())
+    return pruner
 
 
 def prompts(samples=2, length=11):
