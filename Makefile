@@ -3,7 +3,7 @@ MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow test-oldest test-vllm lint docs dist check-dist clean
+.PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist clean
 
 # Prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
@@ -24,7 +24,12 @@ test-oldest: .venv-oldest/.installed
 
 # Packed checkpoints in vLLM's CPU build.
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest -q tests/integrations/test_vllm.py tests/integrations/test_packed_stream.py
+	.venv-vllm/bin/python -m pytest -q tests/integrations/test_vllm.py tests/integrations/test_packed_stream.py \
+		tests/integrations/test_smaller_vllm.py
+
+# Smaller models in llama.cpp.
+test-gguf: .venv/llama.cpp
+	$(BIN)/python -m pytest -q tests/integrations/test_smaller_gguf.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -61,7 +66,14 @@ check-dist: dist
 	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
-.venv/.docs .venv/.release: .venv/.%: $(INSTALLED)
+# llama.cpp's converter, which the source distribution of llama-cpp-python has.
+.venv/llama.cpp: .venv/.gguf
+	$(BIN)/python -m pip download llama-cpp-python==0.3.36 --no-deps --no-binary llama-cpp-python -d .venv/source
+	mkdir -p $@
+	tar -xzf .venv/source/llama_cpp_python-*.tar.gz -C $@ --strip-components 3 \
+		--wildcards '*/vendor/llama.cpp/*.py'
+
+.venv/.docs .venv/.release .venv/.gguf: .venv/.%: $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt
 	touch $@
 

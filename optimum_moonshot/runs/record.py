@@ -6,6 +6,7 @@ from typing import Any
 from ..checkpoint.in_memory import is_packed
 from ..errors import require
 from ..model.compaction import Compaction, compact_model
+from ..model.model_info import whole_numbers
 from ..objective.patterns import Experts
 from ..pipeline.run_context import PACKED
 from ..reports.prune_report import PruneReport
@@ -22,9 +23,16 @@ def compact_pruned(model: Any, report: PruneReport) -> tuple[Any, Compaction]:
     if report.config["pattern"] == Experts.kind and report.compaction is not None:
         return model, Compaction.from_dict(report.compaction)
     require(not is_packed(model), PACKED)
+    declared = {name for name, _ in whole_numbers(model.config)}
     model, compaction = compact_model(model)
     dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(model)
     report.compaction = compaction.to_dict()
+    report.notes += [
+        f"{type(model.config).__name__} does not declare {name}, which transformers reads: programs that compute it "
+        "from the number of heads cannot load the smaller model; `ignore` the layers that read heads to keep them all"
+        for name in compaction.config
+        if name not in declared
+    ]
     return model, compaction
 
 

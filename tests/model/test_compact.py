@@ -282,6 +282,23 @@ def test_prune_compact_save_and_load(tmp_path):
     assert again.compact().config["intermediate_size"] == (12, 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "ignore", "field"),
+    [("qwen2", (), "head_dim"), ("qwen2", ("o_proj",), None), ("mixtral", ("experts",), None)],
+)
+def test_the_report_names_a_field_that_the_configuration_does_not_declare(name, ignore, field):
+    """Mixtral declares a `head_dim` without a value."""
+    config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5, ignore=ignore)
+    pruner = MoonshotPruner(make(name), config)
+    pruner.prune(progress=False)
+    before = [*pruner.report.notes]
+    changed = pruner.compact().config
+    assert any(previous is None for previous, _ in changed.values()) == (name == "mixtral" or field is not None)
+    notes = [note for note in pruner.report.notes if "does not declare" in note]
+    assert pruner.report.notes == before + notes and len(notes) == (field is not None)
+    assert all(f"Qwen2Config does not declare {field}" in note for note in notes)
+
+
 def test_the_smaller_model_names_its_base_model(tmp_path):
     """Its card keeps the metadata of the dense model's card."""
     make("llama").save_pretrained(tmp_path / "dense")
