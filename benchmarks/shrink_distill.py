@@ -1,4 +1,4 @@
-"""Distillation of a smaller model, the same for every method of the comparison in shrink.py."""
+"""Distillation of a smaller model, the same for every method of the comparison in shrink_methods.py."""
 
 import copy
 import math

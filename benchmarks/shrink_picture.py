@@ -1,4 +1,4 @@
-"""The picture of shrink.py: perplexity by the share of the parameters."""
+"""The picture of shrink_methods.py: perplexity by the share of the parameters."""
 
 import statistics
 from pathlib import Path
@@ -15,7 +15,7 @@ def picture(results: dict, methods: list[str], path: Path) -> None:
     """One line per method, recovery and best λ.
 
     Args:
-        results: of shrink.py.
+        results: of shrink_methods.py.
         methods: in the order of their colours.
         path: of the PNG.
     """

@@ -2,7 +2,7 @@
 
     python benchmarks/train_language.py opt TEXT FOLDER        # about 2 hours on one core; benchmarks/opt_model
     python benchmarks/train_language.py mixture TEXT FOLDER    # about 1 hour; benchmarks/mixture_model
-    python benchmarks/train_language.py heads TEXT FOLDER --steps 200 --rate 1e-3    # 8 minutes; heads_model
+    python benchmarks/train_language.py heads TEXT FOLDER --steps 300 --rate 1e-3    # 10 minutes; heads_model
 
 "opt" has LayerNorm, biases, learned positions, ReLU and tied embeddings; "mixture" is a small Qwen3-MoE: 16 experts in
 each of 4 decoder layers, 4 per token; "heads" is the shipped Llama as a Mistral with 8 heads of 32 and 4 key-value

@@ -1,4 +1,4 @@
-"""The peers of benchmarks/shrink.py: exact models of their budget, since a wrong peer compares with nothing."""
+"""The peers of benchmarks/shrink_methods.py: exact models of their budget, since a wrong peer compares with nothing."""
 
 import copy
 import math

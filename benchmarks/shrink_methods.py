@@ -1,13 +1,13 @@
 """Smaller dense models at 0.9, 0.75 and 0.6 of the parameters: this package and one-shot peers, recovered or not.
 
-    python benchmarks/shrink.py demo                 # the shipped Llama; resumable, cells are not repeated
-    python benchmarks/shrink.py heads mixture        # benchmarks/heads_model, benchmarks/mixture_model
-    python benchmarks/shrink.py demo --recoveries block-wise distilled --seeds 0 --minutes 30
-    python benchmarks/shrink.py demo --show          # tables and picture of the existing results
+    python benchmarks/shrink_methods.py demo                 # the shipped Llama; resumable, cells are not repeated
+    python benchmarks/shrink_methods.py heads mixture        # benchmarks/heads_model, benchmarks/mixture_model
+    python benchmarks/shrink_methods.py demo --recoveries block-wise distilled --seeds 0 --minutes 30
+    python benchmarks/shrink_methods.py demo --show          # tables and picture of the existing results
 
 Every cell starts from the dense model in float32 and the same 128 × 256 calibration tokens by seed, and ends with a
 model of at most so many parameters (the mixture: the nearest number of experts; whole blocks: as few as suffice).
-"one-shot" stops there. "block-wise" is `recover="blockwise"`, for this package's own cells. "distilled" trains all
+"one-shot" stops there. "block-wise" is `recover="blockwise"`, for this package's cells. "distilled" trains all
 parameters end to end on the calibration tokens towards the dense model's logits, the same for every method.
 Seconds, and tokens per second of a forward pass (8 × 256 tokens) and of greedy generation (64 tokens), are those of the
 processor time of one thread, which other processes of the machine do not change much.
@@ -24,7 +24,7 @@ import torch
 from cells import Cell, add_options, gather, mean_error, run_cells
 from common import RESULTS, parser
 from shrink_distill import distill
-from shrink_peers import Batches, Shape, flap, magnitude, short_gpt, slice_gpt, widths
+from shrink_peers import Batches, flap, magnitude, short_gpt, slice_gpt
 from shrink_picture import picture
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -50,12 +50,13 @@ PEERS: dict[str, Callable[[PreTrainedModel, Batches, int], PreTrainedModel]] = {
     "ShortGPT": short_gpt,
     "SliceGPT": slice_gpt,
 }
-OWN = {"OSSCAR, neurons": False, "OSSCAR": True}  # whether heads leave too
-EXPERTS = {"frequency": "frequency", "REAP": "reap", "OSSCAR, experts": "osscar"}  # method → solver
+OWN = "shrink"
+EXPERTS = {"frequency": "frequency", "REAP": "reap", "OSSCAR": "osscar"}  # method → solver
+TWO_OBJECTIVES = (OWN, "OSSCAR")  # this package's
 
 
 def methods(name: str) -> list[str]:
-    return [*EXPERTS] if name == "mixture" else [*PEERS, *OWN]
+    return [*EXPERTS] if name == "mixture" else [*PEERS, OWN]
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
@@ -66,8 +67,8 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
         for seed in options.seeds
         for method in methods(name)
         for share in options.steps
-        for lam in (options.lambdas if method in (*OWN, "OSSCAR, experts") else LAMBDAS[:1])
-        if recovery != "block-wise" or method in OWN or method == "OSSCAR, experts"
+        for lam in (options.lambdas if method in TWO_OBJECTIVES else LAMBDAS[:1])
+        if recovery != "block-wise" or method in TWO_OBJECTIVES
     ]
 
 
@@ -102,30 +103,25 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def own_fields(name: str, model: PreTrainedModel, method: str, share: float) -> dict:
-    """The fields of a configuration that reach a share of the parameters."""
-    excess = (1 - share) * model.num_parameters()
-    if method in EXPERTS:
-        config = model.config
-        cost = config.num_hidden_layers * config.hidden_size * (3 * config.moe_intermediate_size + 1)
-        gone = round(excess / cost) / config.num_experts
-        return {"solver": EXPERTS[method], "pattern": "experts", "sparsity": gone}
-    shape, (heads, neurons) = Shape.of(model), widths(model, int(share * model.num_parameters()), OWN[method])
-    kept = {r"\.down_proj$": 1 - neurons / shape.neurons, r"\.o_proj$": 1 - heads / shape.heads}
-    fields = {"solver": "osscar", "pattern": "structured", "sparsity": 0.0}
-    return fields | {"allocation": {name: gone for name, gone in kept.items() if gone}}
+def share_of_experts(model: PreTrainedModel, share: float) -> float:
+    """The fraction of the experts whose removal leaves the nearest number of parameters."""
+    config = model.config
+    cost = config.num_hidden_layers * config.hidden_size * (3 * config.moe_intermediate_size + 1)  # with the router's
+    return round((1 - share) * model.num_parameters() / cost) / config.num_experts
 
 
-def shrink_own(name: str, method: str, share: float, lam: float, seed: int, recover: str | None) -> PreTrainedModel:
-    """By this package."""
-    model, tokenizer = load(name), AutoTokenizer.from_pretrained(DEMO)
-    config = MoonshotConfig(
-        **own_fields(name, model, method, share), lam=lam, seed=seed, num_samples=SAMPLES, sequence_length=LENGTH,
-        recover=recover,
-    )  # fmt: skip
-    pruner = MoonshotPruner(model, config, tokenizer)
-    pruner.prune(str(DEMO / "calibration.txt"), progress=False)
-    pruner.compact()
+def shrink_own(model: PreTrainedModel, method: str, share: float, shared: dict) -> PreTrainedModel:
+    """By this package; `shared` are fields of the configuration."""
+    tokenizer, text = AutoTokenizer.from_pretrained(DEMO), str(DEMO / "calibration.txt")
+    if method == OWN:
+        config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, **shared)
+        pruner = MoonshotPruner(model, config, tokenizer)
+        pruner.shrink(text, parameters=share, progress=False)
+    else:
+        gone = share_of_experts(model, share)
+        config = MoonshotConfig(solver=EXPERTS[method], pattern="experts", sparsity=gone, **shared)
+        pruner = MoonshotPruner(model, config, tokenizer)
+        pruner.prune(text, progress=False)
     return pruner.model
 
 
@@ -142,7 +138,8 @@ def measure(name: str, cell: Cell) -> dict:
         small = PEERS[method](dense, data.batches, int(share * dense.num_parameters()))
     else:
         recover = "blockwise" if recovery == "block-wise" else None
-        small = shrink_own(name, method, share, lam, seed, recover)
+        shared = {"lam": lam, "seed": seed, "num_samples": SAMPLES, "sequence_length": LENGTH, "recover": recover}
+        small = shrink_own(load(name), method, share, shared)
     if recovery == "distilled":
         distill(small, dense, data.batches, seed)
     return {**quality(small.eval()), "seconds": time.process_time() - started}
