@@ -60,12 +60,13 @@ def methods(name: str) -> list[str]:
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
-    """One-shot before recovered, and all methods of a seed before the next; peers do not depend on λ."""
+    """One-shot before recovered, and all methods of a seed before the next; λ and seeds where a method has them."""
     return [
         (seed, share, f"{method}, {recovery}", lam)
         for recovery in options.recoveries
         for seed in options.seeds
         for method in methods(name)
+        if seed == options.seeds[0] or not method.startswith("magnitude")
         for share in options.steps
         for lam in (options.lambdas if method in TWO_OBJECTIVES else LAMBDAS[:1])
         if recovery != "block-wise" or method in TWO_OBJECTIVES
