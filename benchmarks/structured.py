@@ -20,6 +20,7 @@ from quality import DEMO, demo_parser, load_demo, measure, prune_all, set_weight
 from transformers import MistralConfig, MistralForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.model.structured_groups import find_structured_groups
 
 SHARES, SPEED_SHARES = (0.1, 0.2), (0.1, 0.2, 0.5)
 # Single query heads, as in the paper: such a model cannot be compacted with grouped-query attention.
@@ -27,12 +28,11 @@ SINGLE = "0.2, single heads"
 COLUMNS = [*(f"{share:g}" for share in SHARES), SINGLE]
 
 
-def choices(run, layer, lambdas: list[float]):
-    """((method, column), configuration) compared on one layer."""
-    group = run.patterns[layer.name].group
+def choices(layer, group: int, head_dim: int, lambdas: list[float]):
+    """((method, column), configuration) compared on one layer, whose columns leave in groups."""
     columns = [(f"{share:g}", share, group) for share in SHARES]
     if group > 1:
-        columns.append((SINGLE, 0.2, run.model.config.head_dim))
+        columns.append((SINGLE, 0.2, head_dim))
     for column, share, size in columns:
         for solver in ("magnitude", "wanda", "osscar"):
             for lam in (1.0, *lambdas) if solver != "magnitude" else (None,):
@@ -47,7 +47,11 @@ def one_seed(model, tokenizer, seed: int, options) -> dict[str, dict[str, float]
         solver="osscar", pattern="structured", sparsity=0.1, lam=0.9, seed=seed, num_samples=options.samples,
         sequence_length=options.tokens,
     )  # fmt: skip
-    choose = lambda run, layer: choices(run, layer, options.lambdas)  # noqa: E731
+    groups, _ = find_structured_groups(model)
+
+    def choose(_, layer):
+        return choices(layer, groups[layer.name].size, model.config.head_dim, options.lambdas)
+
     weights = prune_all(model, tokenizer, DEMO / "calibration.txt", config, choose)
     results: dict[str, dict[str, float]] = {}
     for name, column in sorted(weights):
