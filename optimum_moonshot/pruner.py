@@ -380,7 +380,7 @@ class MoonshotPruner:
                 or a width that the architecture does not support.
         """
         require(self.report is None, "reduce_width: the model is pruned already", hint="reduce the width first")
-        with self._run(loss, forward, progress=False) as subject:
+        with self._run("reduce_width", loss, forward, False) as subject:
             self.model, reduction = narrow_model(subject, self.config, hidden_size, calibration)
         self._sweep = None
         return reduction
