@@ -51,8 +51,22 @@ class Shrinking:
     forward: Forward | None
     resume_dir: Path | None
 
+    @property
+    def model(self) -> PreTrainedModel:
+        assert isinstance(self.subject.model, PreTrainedModel)
+        return self.subject.model
+
     def folder(self, name: str) -> Path | None:
         return None if self.resume_dir is None else self.resume_dir / name
+
+    def apply(
+        self, decision: Decision, model: Any, removal: BlockRemoval | None
+    ) -> tuple[PreTrainedModel, PruneReport]:
+        """Prune and compact the copy of the model that has the remaining blocks, and report the decision."""
+        with called_by(model, self.forward):
+            model, report = _pruned(self, decision, model, removal)
+        _complete(self, decision, model, report)
+        return model, report
 
     def discard(self) -> None:
         """Delete the files of the run."""
@@ -85,20 +99,18 @@ def shrink_model(
     config = dataclasses.replace(config, lam=LAM if config.lam is None else config.lam, sparsity=0.0)
     folder = None if resume_dir is None else Path(resume_dir)
     run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
-    tables, measured = _measured(run)
+    tables, measured = measure_parts(run)
     deciding = time.perf_counter() - started
     while True:
         decision = decide(tables, target, measured)
         try:
-            model, removal = _without_blocks(subject.model, decision.blocks)
+            model, removal = without_blocks(subject.model, decision.blocks)
             break
         except MoonshotError as error:
             if not decision.blocks:
                 raise
             tables = without_set(tables, decision.blocks, str(error))
-    with called_by(model, forward):
-        model, report = _pruned(run, decision, model, removal)
-    _complete(run, decision, model, report)
+    model, report = run.apply(decision, model, removal)
     report.seconds = {"decision": deciding, **report.seconds, "total": time.perf_counter() - started}
     return model, report, run.discard
 
@@ -119,20 +131,20 @@ def _check(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
     require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
 
 
-def _measured(run: Shrinking) -> tuple[Tables, dict[str, float]]:
+def measure_parts(run: Shrinking) -> tuple[Tables, dict[str, float]]:
     """The tables of losses and costs, and all measurements."""
-    subject, config = run.subject, run.config
-    selection = select(subject.model, dataclasses.replace(config, lam=LAM))  # λ < 1: the samples have losses
+    subject, config, model = run.subject, run.config, run.model
+    selection = select(model, dataclasses.replace(config, lam=LAM, recover=None))  # λ < 1: the samples have losses
     samples = sample_folder(subject, run.folder("measured"))
     prepared = prepare(subject, selection, run.calibration, samples)
     names = {layer.name for layer in selection.layers}
     pattern = config.parsed_pattern
     assert isinstance(pattern, Structured)
-    with frozen(subject.model):
-        widths, refused = find_widths(subject.model, prepared.probe, names, pattern.group)
+    with frozen(model):
+        widths, refused = find_widths(model, prepared.probe, names, pattern.group)
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
-            tables = measure_tables(subject.model, trials, widths, refused, run.target, run.batch_shape)
+            tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape)
             return tables, trials.measurements.values
         finally:
             trials.release()
@@ -144,7 +156,7 @@ def _solve(prepared: Prepared, variants: Sequence[Variant]) -> None:
         prune_layers(prepared, variants, bar)
 
 
-def _without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
+def without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
     """A copy of the model without some blocks."""
     return remove_blocks(model, blocks) if blocks else (copy.deepcopy(model), None)
 
@@ -153,7 +165,7 @@ def _pruned(
     run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
 ) -> tuple[PreTrainedModel, PruneReport]:
     """Prune and compact the copy of the model that has the remaining blocks."""
-    names = [name for name, _ in find_blocks(run.subject.model)]
+    names = [name for name, _ in find_blocks(run.model)]
     left = [name for index, name in enumerate(names) if index not in decision.blocks]
     renamed = dict(zip(left, (name for name, _ in find_blocks(model)), strict=True))
     allocation: dict[str, float | str] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from ..errors import MoonshotError
 from ..model.layers import PrunableLayer, find_structure
 from ..reports.shrink_report import Candidate, ShrinkReport
 from .costs import Costs, shape_costs
@@ -71,7 +72,11 @@ def measure_tables(
     layers: dict[str, PrunableLayer] = {layer.name: layer for layer in structure.layers()}
     by_block = [block.layers for block in structure.blocks]
     losses = tuple(width_losses(trials, width, by_block) for width in widths)
-    sets = block_sets(trials, len(by_block))
+    refused = dict(refused)
+    try:
+        sets = block_sets(trials, len(by_block))
+    except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
+        sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
     seconds = None
     if target.field == "latency":
         seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
@@ -95,7 +100,15 @@ def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Dec
     chosen = program.best(budget)
     if chosen is None:
         raise target.unreachable(program.least_cost().cost, costs.dense)
-    options = chosen.options
+    return decision_of(tables, target, program, chosen, measured)
+
+
+def decision_of(
+    tables: Tables, target: Target, program: Program, chosen: Choice, measured: Mapping[str, float]
+) -> Decision:
+    """The decision for a choice of a program, with its report; other parameters as for `decide`."""
+    costs, options = tables.costs_of(target), chosen.options
+    budget = target.budget(costs.dense)
     levels = {width: width.levels[option] for width, option in zip(tables.widths, options[1:], strict=True)}
     parameters, sizes = (tables.program(each) for each in (tables.parameters, tables.bytes))
     after = tuple(round(each.choice(options).cost) for each in (parameters, sizes))

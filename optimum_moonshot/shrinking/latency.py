@@ -86,9 +86,7 @@ def _with_cache(call: Arguments, cache: DynamicCache | None) -> Arguments:
     return args, {name: cache if isinstance(value, DynamicCache) else value for name, value in kwargs.items()}
 
 
-def timed(
-    call: Callable[[DynamicCache | None], Any], device: torch.device, cache: DynamicCache | None = None
-) -> float:
+def timed(call: Callable[[DynamicCache | None], Any], device: torch.device, cache: DynamicCache | None = None) -> float:
     """The median seconds of a call, which is repeated, each time with a copy of the cache."""
     times: list[float] = []
     while len(times) < WARM_UP + CALLS or sum(times[WARM_UP:]) < SECONDS:
@@ -118,7 +116,10 @@ def model_latency(model: PreTrainedModel, batch_shape: tuple[int, int]) -> float
 
 @torch.no_grad()
 def latency_costs(
-    model: PreTrainedModel, widths: Sequence[Width], batch_shape: tuple[int, int], keep: Callable[[str, Callable[[], float]], float]
+    model: PreTrainedModel,
+    widths: Sequence[Width],
+    batch_shape: tuple[int, int],
+    keep: Callable[[str, Callable[[], float]], float],
 ) -> Costs:
     """Measure the seconds of a model's blocks at some levels of every width; those between are interpolated.
 
@@ -160,7 +161,9 @@ def latency_costs(
                     points[level] = times[index] - keep(key, of_level(index, config))
                 curves[index] = tuple(map(float, np.interp(width.levels, list(points), _ascending(points))))
             savings[width.name] = tuple(curves[index] for index in alike)
-    return Costs("seconds", max(dense, sum(times[index] for index in alike)), tuple(times[index] for index in alike), savings)
+    return Costs(
+        "seconds", max(dense, sum(times[index] for index in alike)), tuple(times[index] for index in alike), savings
+    )
 
 
 def _ascending(points: Mapping[int, float]) -> list[float]:

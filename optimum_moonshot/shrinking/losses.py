@@ -5,13 +5,13 @@ interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That
 them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; what a
 removed block would have lost in a width is subtracted, by the share of each block, which is measured at one level.
 
-Sets of blocks are nested: the next block to leave is the one of `CANDIDATES` with the least loss, first the least of
-all, since the best single blocks together are not the best set.
+The sets of blocks to measure are those with the least loss by the two objectives (blocks.py), each objective alone.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,8 +24,8 @@ from .widths import Width
 
 # Fractions of the groups of a width at which its loss is measured.
 TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
-# Blocks that are tried as the next of a set, and the largest fraction of the blocks that may leave.
-CANDIDATES, MOST_BLOCKS = 3, 0.5
+# The largest fraction of the blocks that may leave.
+MOST_BLOCKS = 0.5
 BLOCKS = "blocks"  # the name of their dimension
 
 
@@ -41,6 +41,9 @@ class Measured(Protocol):
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
         """A context in which some blocks return their input."""
 
+    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
+        """Sets of so many blocks whose loss is to be measured."""
+
 
 @dataclass(frozen=True)
 class WidthLosses:
@@ -52,7 +55,7 @@ class WidthLosses:
 
 @dataclass(frozen=True)
 class BlockSets:
-    """Nested sets of blocks, from the empty one, with the loss without each."""
+    """One set of 0, 1, 2, … blocks, with the loss without each."""
 
     sets: tuple[tuple[int, ...], ...]
     losses: tuple[float, ...]
@@ -82,14 +85,14 @@ def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[Pru
     for trial, level in enumerate(levels):
         if level not in points:
             key = f"{width.name} without {level}"
-            loss = measured.loss(key, lambda trial=trial: measured.pruned(trial, members)) - dense  # type: ignore[misc]
+            loss = measured.loss(key, partial(measured.pruned, trial, members)) - dense
             points[level] = max(loss, *points.values())
     middle = len(TRIALS) // 2
     shares = []
     for index, layers in enumerate(blocks):
         inside = [layer for layer in layers if layer in members]
         key = f"{width.name} without {levels[middle]} in block {index}"
-        change = (lambda inside=inside: measured.pruned(middle, inside)) if inside else None  # type: ignore[misc]
+        change = partial(measured.pruned, middle, inside)
         shares.append(max(0.0, measured.loss(key, change) - dense) if inside else 0.0)
     total = sum(shares)
     shares = [each / total for each in shares] if total else [1 / len(blocks)] * len(blocks)
@@ -106,23 +109,18 @@ def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float
 
 
 def block_sets(measured: Measured, count: int) -> BlockSets:
-    """Measure sets of a model's `count` blocks."""
-    dense = measured.loss("dense")
-    alone = {block: _without(measured, (block,)) - dense for block in range(count)}
-    order = sorted(alone, key=lambda block: alone[block])
-    sets, losses = [(), (order[0],)], [0.0, max(0.0, alone[order[0]])]
-    while len(sets[-1]) < int(MOST_BLOCKS * count):
-        left = [block for block in order if block not in sets[-1]][:CANDIDATES]
-        tried = {tuple(sorted((*sets[-1], block))): 0.0 for block in left}
-        tried = {blocks: _without(measured, blocks) - dense for blocks in tried}
+    """Measure sets of a model's `count` blocks: of each size the candidate with the least loss."""
+    dense, sets, losses = measured.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
+    for size in range(1, int(MOST_BLOCKS * count) + 1):
+        tried = {blocks: _without(measured, blocks) - dense for blocks in measured.candidates(size)}
         best = min(tried, key=lambda blocks: tried[blocks])
         sets.append(best)
         losses.append(max(tried[best], losses[-1]))
-    return BlockSets(tuple(sets), tuple(losses)).within(int(MOST_BLOCKS * count) + 1)
+    return BlockSets(tuple(sets), tuple(losses))
 
 
 def _without(measured: Measured, blocks: tuple[int, ...]) -> float:
-    return measured.loss(f"without blocks {', '.join(map(str, blocks))}", lambda: measured.without(blocks))
+    return measured.loss(f"without blocks {', '.join(map(str, blocks))}", partial(measured.without, blocks))
 
 
 def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthLosses], sets: BlockSets) -> Program:

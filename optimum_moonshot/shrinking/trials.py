@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,13 +13,14 @@ from ..config import MoonshotConfig
 from ..data.batches import batch_size, spread_samples
 from ..model.calls import evaluation_mode
 from ..model.depth import skipping
-from ..model.layers import PrunableLayer, find_blocks
+from ..model.layers import PrunableLayer, find_blocks, find_structure
 from ..pipeline.calibration_loss import mean_loss
 from ..pipeline.inputs import Prepared
 from ..pipeline.selection import select
 from ..pipeline.variant import Variant
 from ..results.run_folder import MEASURED, RunFolder
 from ..results.store import fingerprint
+from .blocks import BlockScores, score_blocks
 from .losses import TRIALS, trial_levels
 from .widths import Width
 
@@ -79,9 +81,9 @@ class Trials:
 
     def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
         def measure() -> float:
-            with (nullcontext() if changed is None else changed()), torch.no_grad():
-                with evaluation_mode(self.prepared.model):
-                    return mean_loss(self.measuring)
+            change = nullcontext() if changed is None else changed()
+            with change, torch.no_grad(), evaluation_mode(self.prepared.model):
+                return mean_loss(self.measuring)
 
         return self.measurements.keep(key, measure)
 
@@ -95,6 +97,15 @@ class Trials:
 
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
         return skipping(self.blocks[block] for block in blocks)
+
+    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
+        return list(dict.fromkeys(self._scores.select(count, lam) for lam in (0.0, 1.0)))
+
+    @cached_property
+    def _scores(self) -> BlockScores:
+        structure = find_structure(self.prepared.model)  # all layers: a block may leave if none of its is selected
+        selection = dataclasses.replace(self.measuring.selection, structure=structure)
+        return score_blocks(dataclasses.replace(self.measuring, selection=selection))
 
     def release(self) -> None:
         """Release the folders for other runs, and the weights of the trials."""
@@ -122,7 +133,7 @@ def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[Moons
 
 def layer_config(config: MoonshotConfig, levels: Mapping[Width, int], lam: float) -> MoonshotConfig:
     """The configuration that removes a number of groups of every width, and nothing of other layers."""
-    allocation = {
+    allocation: dict[str, float | str] = {
         layer.name: width.sparsity(level) for width, level in levels.items() for layer, _ in width.members
     }
     return dataclasses.replace(config, sparsity=0.0, allocation=allocation or "uniform", lam=lam, recover=None)

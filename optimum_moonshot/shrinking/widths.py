@@ -80,9 +80,7 @@ def _step(count: int, group: int) -> int:
     return multiple * max(1, count // (multiple * LEVELS))
 
 
-def _levels(
-    search: GroupSearch, family: Family, group: int
-) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
+def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
     """Removable numbers of groups with their configurations, and the families that lose them together.
 
     Every number of heads is tried; any number of neurons is allowed if that of a few levels is.
