@@ -174,7 +174,7 @@ def _pruned(
             for old, new in renamed.items():
                 if layer.name.startswith(f"{old}."):
                     allocation[new + layer.name.removeprefix(old)] = width.sparsity(level)
-    config = dataclasses.replace(run.config, allocation=allocation)
+    config = dataclasses.replace(run.config, allocation=allocation or "uniform")
     subject = dataclasses.replace(run.subject, model=model)
     report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
     before = decision.report.parameters[0]

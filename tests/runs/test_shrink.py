@@ -70,7 +70,7 @@ def test_removed_blocks_alone_leave_the_other_weights():
     assert report.blocks and not report.widths
     expected, _ = remove_blocks(model, report.blocks)
     assert torch.equal(logits(pruner.model), logits(expected))
-    assert pruner.report.compaction["config"]["num_hidden_layers"] == (3, 2)
+    assert pruner.report.compaction["config"]["num_hidden_layers"] == [3, 2]
 
 
 def test_bytes_are_those_of_the_weights():
