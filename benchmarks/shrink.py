@@ -1,16 +1,16 @@
-"""Smaller dense models to a target: perplexity, and whether the predicted loss ranks the alternatives.
+"""Smaller dense models to a target: whether the predicted loss ranks the alternatives.
 
-    python benchmarks/shrink.py                 # alternatives of equal parameters, then the chosen models by λ
+    python benchmarks/shrink.py                 # alternatives of equal parameters, by λ; the first row is chosen
     python benchmarks/shrink.py --show          # the tables of the existing results
 
 The model is examples/demo_model in float32. An alternative is a set of blocks and a number of heads with as many
 neurons as fit the budget. Rows in the results file are not repeated.
 """
 
+import dataclasses
 import itertools
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from common import RESULTS, machine, parser
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot import MoonshotConfig, perplexity
 from optimum_moonshot.pipeline.selection import Subject
 from optimum_moonshot.runs.shrink import Shrinking, measure_parts, without_blocks
 from optimum_moonshot.shrinking.decision import decision_of
@@ -27,7 +27,7 @@ from optimum_moonshot.shrinking.program import Program
 from optimum_moonshot.shrinking.target import Target
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
-LENGTH, RANKED, SHARES, LAMBDAS = 256, (0.75, 0.6), (0.9, 0.75, 0.6), (1.0, 0.9, 0.5)
+LENGTH, SHARES, LAMBDAS = 256, (0.9, 0.75, 0.6), (1.0, 0.5)
 
 
 def config(**changes: Any) -> MoonshotConfig:
@@ -53,10 +53,10 @@ def alternatives(program: Program, budget: float) -> list[Any]:
 
 
 def ranked(rows: list[dict], samples: int, save: Any) -> None:
-    """Measure every alternative at equal parameters, at λ = 1."""
+    """Measure every alternative at equal parameters, by λ."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    for share in RANKED:
+    for share in SHARES:
         target = Target.of(parameters=share)
         subject = Subject(model, tokenizer, progress=False)
         settings = config(num_samples=samples, lam=1.0)
@@ -65,39 +65,28 @@ def ranked(rows: list[dict], samples: int, save: Any) -> None:
         program = tables.program(tables.parameters)
         for choice in alternatives(program, target.budget(tables.parameters.dense)):
             decision = decision_of(tables, target, program, choice, measured)
-            key = {"share": share, "blocks": list(decision.blocks), "removed": decision.report.chosen.removed}
-            if any(all(row.get(name) == value for name, value in key.items()) for row in rows):
-                continue
-            smaller, removal = without_blocks(model, decision.blocks)
-            smaller, _ = run.apply(decision, smaller, removal)
-            row = {"predicted": choice.loss, "perplexity": held_out(smaller, tokenizer)}
-            rows.append({**key, "parameters": smaller.num_parameters(), **row})
-            save()
-
-
-def chosen(rows: list[dict], samples: int, save: Any) -> None:
-    """Measure the chosen models by the share of the parameters and λ."""
-    for share, lam in itertools.product(SHARES, LAMBDAS):
-        if any((row["share"], row["lam"]) == (share, lam) for row in rows):
-            continue
-        pruner = MoonshotPruner.from_pretrained(DEMO, config(num_samples=samples, lam=lam), dtype=torch.float32)
-        started = time.process_time()
-        report = pruner.shrink(str(DEMO / "calibration.txt"), parameters=share, progress=False)
-        row = {"predicted": report.chosen.loss, "removed": report.chosen.removed, "blocks": list(report.blocks)}
-        row |= {"seconds": time.process_time() - started, "parameters": report.parameters[1]}
-        rows.append({"share": share, "lam": lam, **row, "perplexity": held_out(pruner.model, pruner.tokenizer)})
-        save()
+            for lam in LAMBDAS if decision.report.chosen.removed["neurons"] else (1.0,):
+                key = {"share": share, "blocks": list(decision.blocks), "removed": decision.report.chosen.removed}
+                key["lam"] = lam
+                if any(all(row.get(name) == value for name, value in key.items()) for row in rows):
+                    continue
+                smaller, removal = without_blocks(model, decision.blocks)
+                at_lam = dataclasses.replace(run, config=dataclasses.replace(settings, lam=lam))
+                smaller, _ = at_lam.apply(decision, smaller, removal)
+                row = {"predicted": choice.loss, "perplexity": held_out(smaller, tokenizer)}
+                rows.append({**key, "parameters": smaller.num_parameters(), **row})
+                save()
 
 
 def show(results: dict) -> None:
     dense = results["dense"]
-    for row in results["chosen"]:
-        print(f"{row['share']:<5} λ {row['lam']:<4} {row['removed']} {row['parameters']:,}: {row['perplexity']:.2f}")
-    for share in RANKED:
-        rows = sorted((row for row in results["ranked"] if row["share"] == share), key=lambda row: row["predicted"])
-        for row in rows:
-            measured = math.log(row["perplexity"] / dense)
-            print(f"{share:<5} {row['blocks']!s:<8} {row['removed']} predicted {row['predicted']:.3f}, {measured:.3f}")
+    for share in SHARES:
+        all_rows = sorted((row for row in results["ranked"] if row["share"] == share), key=lambda r: r["predicted"])
+        rows = [row for row in all_rows if row["lam"] == 1]
+        for row in all_rows:
+            measured = f"measured {math.log(row['perplexity'] / dense):.3f}, perplexity {row['perplexity']:.2f}"
+            predicted = f"predicted {row['predicted']:.3f}, {measured} at λ = {row['lam']:g}"
+            print(f"{share:<5} {row['parameters']:,} {row['blocks']!s:<7} {row['removed']} {predicted}")
         if len(rows) > 2:
             rank = spearmanr([row["predicted"] for row in rows], [row["perplexity"] for row in rows]).statistic
             print(f"{share}: rank correlation {rank:.3f}")
@@ -115,14 +104,13 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
         dense = held_out(model, AutoTokenizer.from_pretrained(DEMO))
-        results = {"machine": machine(), "samples": options.samples, "dense": dense, "ranked": [], "chosen": []}
+        results = {"machine": machine(), "samples": options.samples, "dense": dense, "ranked": []}
 
     def save() -> None:
         path.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     if not options.show:
         ranked(results["ranked"], options.samples, save)
-        chosen(results["chosen"], options.samples, save)
     show(results)
 
 

@@ -391,7 +391,7 @@ class MoonshotPruner:
             MoonshotError: no target or several, or one that no combination reaches, with the least that is reached.
         """
         target = Target.of(parameters=parameters, bytes=bytes, latency=latency)
-        with self._run(loss, forward, progress) as subject:
+        with self._run("shrink", loss, forward, progress) as subject:
             result = shrink_model(subject, self._config, calibration, target, batch_shape, forward, resume_dir)
         self.model, report, discard = result
         self._sweep, self._discards = None, [*self._discards, discard]

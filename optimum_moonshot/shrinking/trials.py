@@ -17,8 +17,8 @@ from ..model.layers import PrunableLayer, find_blocks, find_structure
 from ..pipeline.calibration_loss import mean_loss
 from ..pipeline.inputs import Prepared
 from ..pipeline.selection import select
-from ..pipeline.variant import Variant
-from ..results.run_folder import MEASURED, RunFolder
+from ..pipeline.variant import Variant, run_parts
+from ..results.run_folder import MEASURED, Parts, RunFolder
 from ..results.store import fingerprint
 from .blocks import BlockScores, score_blocks
 from .losses import TRIALS, trial_levels
@@ -33,9 +33,9 @@ Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of th
 class Measurements:
     """Numbers by name, in files of a folder, from which a repeated run takes them."""
 
-    def __init__(self, folder: RunFolder | None, identity: str):
+    def __init__(self, folder: RunFolder | None, parts: Parts):
         self.folder, self.values = folder, dict[str, float]()
-        if folder is not None and folder.open(identity):
+        if folder is not None and folder.open(fingerprint(parts), parts):
             stored = (values for _, values, _ in folder.saved(MEASURED) if values is not None)
             self.values = {each["name"]: each["value"] for each in stored}
 
@@ -75,9 +75,9 @@ class Trials:
         self.blocks = [module for _, module in find_blocks(prepared.model)]
         self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
         self.folder = None if folder is None else Path(folder)
-        identity = fingerprint(config.fingerprint(), prepared.calibration.digest, layers=prepared.selection.layers)
+        parts = run_parts(prepared, prepared.selection)
         kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
-        self.measurements = Measurements(kept, identity)
+        self.measurements = Measurements(kept, parts)
 
     def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
         def measure() -> float:
