@@ -52,14 +52,14 @@ def alternatives(program: Program, budget: float) -> list[Any]:
     return [choice for choice in choices if choice is not None]
 
 
-def ranked(rows: list[dict], samples: int, save: Any) -> None:
+def ranked(rows: list[dict], options: Any, save: Any) -> None:
     """Measure every alternative at equal parameters, by λ."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    for share in SHARES:
+    for share in options.shares:
         target = Target.of(parameters=share)
         subject = Subject(model, tokenizer, progress=False)
-        settings = config(num_samples=samples, lam=1.0)
+        settings = config(num_samples=options.samples, lam=1.0)
         run = Shrinking(subject, settings, str(DEMO / "calibration.txt"), target, (1, 1), None, None)
         tables, measured = measure_parts(run)
         program = tables.program(tables.parameters)
@@ -95,6 +95,7 @@ def show(results: dict) -> None:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--samples", type=int, default=64)
+    arguments.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     arguments.add_argument("--show", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -110,7 +111,7 @@ def main() -> None:
         path.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     if not options.show:
-        ranked(results["ranked"], options.samples, save)
+        ranked(results["ranked"], options, save)
     show(results)
 
 

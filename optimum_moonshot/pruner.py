@@ -371,7 +371,7 @@ class MoonshotPruner:
 
         The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
         becomes a new dense model with a smaller configuration; the given one is unchanged. The configuration has
-        ``pattern="structured"``; λ is 0.5 unless it is set, and `recover` applies to the smaller model.
+        ``pattern="structured"``. Unless λ is set it is 0.5 if heads leave, else 1. `recover` applies afterwards.
 
         Args:
             calibration: as for `prune`.

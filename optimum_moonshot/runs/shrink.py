@@ -35,8 +35,9 @@ from .layers import prune_layers
 from .prune import Discard, prune_model
 from .record import compact_pruned
 
-# λ where the configuration has none: lower than that of weights, as the removal of heads gains most by it.
-LAM = 0.5
+# λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
+# loss, and needs no backward pass without it (benchmarks/results/shrink.json).
+LAM_HEADS, LAM_NEURONS = 0.5, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,6 @@ def shrink_model(
     _check(subject, config, calibration)
     if isinstance(calibration, Iterator):  # it is read twice
         calibration = list(calibration)
-    config = dataclasses.replace(config, lam=LAM if config.lam is None else config.lam, sparsity=0.0)
     folder = None if resume_dir is None else Path(resume_dir)
     run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
     tables, measured = measure_parts(run)
@@ -134,7 +134,8 @@ def _check(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
 def measure_parts(run: Shrinking) -> tuple[Tables, dict[str, float]]:
     """The tables of losses and costs, and all measurements."""
     subject, config, model = run.subject, run.config, run.model
-    selection = select(model, dataclasses.replace(config, lam=LAM, recover=None))  # λ < 1: the samples have losses
+    # At λ < 1, so that the samples have labels for the losses.
+    selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
     samples = sample_folder(subject, run.folder("measured"))
     prepared = prepare(subject, selection, run.calibration, samples)
     names = {layer.name for layer in selection.layers}
@@ -174,7 +175,9 @@ def _pruned(
             for old, new in renamed.items():
                 if layer.name.startswith(f"{old}."):
                     allocation[new + layer.name.removeprefix(old)] = width.sparsity(level)
-    config = dataclasses.replace(run.config, allocation=allocation or "uniform")
+    heads = any(level and width.members[0][1].size > 1 for width, level in decision.levels.items())
+    lam = run.config.lam if run.config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
+    config = dataclasses.replace(run.config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
     subject = dataclasses.replace(run.subject, model=model)
     report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
     before = decision.report.parameters[0]

@@ -190,3 +190,13 @@ def test_blocks_that_cannot_be_scored_stay_with_the_reason(monkeypatch):
     monkeypatch.setattr(trials, "score_blocks", refuse)
     _, report = shrunk(parameters=0.8)
     assert report.refused["blocks"] == "it maps [2] to [3]" and not report.blocks
+
+
+@pytest.mark.parametrize(("ignore", "lam"), [("o_proj", 1.0), ("down_proj", 0.5)])
+def test_the_default_lambda_has_the_fisher_loss_only_if_heads_leave(ignore, lam):
+    config = dataclasses.replace(CONFIG, ignore=[ignore])
+    pruner, report = shrunk(config=config, parameters=0.9)
+    assert len(report.widths) == 1
+    (width,) = report.widths.values()
+    expected = lam if width[0] != width[1] else 1.0
+    assert {layer.lam for layer in pruner.report.layers} == {expected}
