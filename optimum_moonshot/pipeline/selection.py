@@ -35,6 +35,7 @@ class Subject:
     loss: Loss | None = None
     progress: bool = True  # show bars
     ranks: Ranks = SINGLE_PROCESS  # the processes of the run
+    teacher: nn.Module | None = None  # of a distillation; None: the dense model
 
     @property
     def is_main(self) -> bool:
