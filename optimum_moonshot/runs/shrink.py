@@ -132,6 +132,7 @@ def shrink_model(
     tables, hidden, measured = measure_parts(run)
     narrowed = narrow(hidden, tables, target)
     if narrowed is None:
+        tables = dataclasses.replace(tables, refused={**tables.refused, **hidden.refused})
         model, report = remove_parts(run, tables, measured)
     else:
         model, report = shrink_narrowed(run, tables, narrowed, measured)
@@ -221,7 +222,7 @@ def shrink_narrowed(
         measured={**measured, **after},
         parameters=(round(tables.parameters.dense), shrunk.parameters[1]),
         bytes=(round(tables.bytes.dense), shrunk.bytes[1]),
-        refused={**narrowed.refused, **shrunk.refused},
+        refused={**tables.refused, **narrowed.refused, **shrunk.refused},
     )
     report.compaction |= {
         "config": {**{name: list(change) for name, change in reduction.config.items()}, **report.compaction["config"]},

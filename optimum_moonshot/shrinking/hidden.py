@@ -78,6 +78,9 @@ def hidden_sizes(prepared: Prepared, trials: Trials, loss: Loss | None, target: 
     nothing = {own: 0.0}
     if target.field == "latency":
         return HiddenSizes(None, nothing, {HIDDEN: "targets in seconds do not consider it"})
+    config = prepared.selection.config
+    if config.targets is not None or config.ignore:
+        return HiddenSizes(None, nothing, {HIDDEN: "it changes every layer, and targets or ignore leave some out"})
     try:
         stream = observe_stream(model, prepared.batches, prepared.probe, LAM, loss)
     except MoonshotError as error:
