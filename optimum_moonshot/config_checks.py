@@ -88,7 +88,7 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     message, hint = "its n:m of each layer is chosen by an allocation", "add {}, or give a number for n"
     fisher = Option("allocation", "fisher")
     require(not mixed or allocation == "fisher", message, field="pattern", value=pattern, hint=Text(hint, fisher))
-    supported = mixed or (allocation == "fisher" if pattern == "structured" else named)
+    supported = mixed or named or (allocation == "fisher" and pattern == "structured")
     hint = 'use {} or "n:m"' if named else 'use {}, or a dict of layer → "n:m"'
     hint += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
     allowed = allocation == "uniform" or pattern == "unstructured" or supported

@@ -22,9 +22,11 @@ from .planning.plan import make_plan
 from .reports.record import PruningRecord
 from .runs.prune import prune_model, rotate_model
 from .runs.record import compact_pruned, note_rotation
+from .runs.shrink import shrink_model
 from .runs.sparsity_path import SparsityPath, prune_path
 from .runs.sweep import Sweep, sweep
 from .runs.width import narrow_model
+from .shrinking.target import Target
 
 if TYPE_CHECKING:
     from .model.calls import Forward
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .reports.prune_report import PruneReport
     from .reports.rotation_report import RotationReport
     from .reports.seeds import SweepEntry
+    from .reports.shrink_report import ShrinkReport
     from .reports.sweep_report import SweepReport
     from .rotation.width import WidthReduction
 
@@ -384,6 +387,51 @@ class MoonshotPruner:
             self.model, reduction = narrow_model(subject, self.config, hidden_size, calibration)
         self._sweep = None
         return reduction
+
+    def shrink(
+        self,
+        calibration: Any = None,
+        *,
+        parameters: float | None = None,
+        bytes: float | str | None = None,
+        latency: float | None = None,
+        batch_shape: tuple[int, int] = (1, 1),
+        loss: Loss | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+        resume_dir: str | os.PathLike[str] | None = None,
+    ) -> ShrinkReport:
+        """Make the model smaller, to one target: decide which blocks, neurons and heads leave, and remove them.
+
+        The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
+        becomes a new dense model with a smaller configuration; the given one is unchanged. The configuration has
+        ``pattern="structured"``. Unless λ is set it is 0.5 if heads leave, else 1. `recover` applies afterwards.
+
+        Args:
+            calibration: as for `prune`.
+            parameters: a fraction of the dense model's if at most 1, else a number.
+            bytes: as `parameters`, of the weights, or text such as "2GB".
+            latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
+            batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
+            loss: as for `prune`.
+            forward: as for `prune`.
+            progress: as for `prune`.
+            resume_dir: as for `prune`; the measurements in it serve any target.
+
+        Returns:
+            The decision, also kept as ``pruner.report.shrink``.
+
+        Raises:
+            MoonshotError: no target or several, or one that no combination reaches, with the least that is reached.
+        """
+        target = Target.of(parameters=parameters, bytes=bytes, latency=latency)
+        with self._run("shrink", loss, forward, progress) as subject:
+            result = shrink_model(subject, self._config, calibration, target, batch_shape, forward, resume_dir)
+        self.model, report, discard = result
+        self._sweep, self._discards = None, [*self._discards, discard]
+        shrunk = self._reported(report).shrink
+        assert shrunk is not None
+        return shrunk
 
     def to_runtime(
         self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1), inputs: str = "int8"

@@ -37,6 +37,7 @@ from .launch import guard, is_first
 from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import RESUMED_HELP, Output, open_output
 from .rotate import add_rotate_options, rotate
+from .shrink import add_shrink_options, shrink
 from .sweep import SWEPT, add_sweep_options, sweep
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class MoonshotCommand(BaseOptimumCLICommand):
         _subcommand("prune", prune, add_prune_options, "Prune a language or image model in one shot and save it."),
         _subcommand("sweep", sweep, add_sweep_options, "Find the best λ, at several sparsities, on one calibration."),
         _subcommand("rotate", rotate, add_rotate_options, "Rotate a model so that pruning loses less, and save it."),
+        _subcommand("shrink", shrink, add_shrink_options, "Make a model smaller, to a number of parameters or bytes."),
         _subcommand("eval", evaluate, add_eval_options, "Measure perplexity, zero-shot accuracy, or top-1 accuracy."),
         _subcommand("convert", convert, add_convert_options, "Pack the checkpoint of a pruned model, or unpack it."),
         _subcommand("verify", verify, add_verify_options, "Compare a pruned checkpoint's weights with its metadata."),

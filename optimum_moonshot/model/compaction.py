@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +40,7 @@ from .structured_groups import StructuredGroups, find_structured_groups, probe_i
 
 Shapes = dict[str, tuple[int, ...]]
 Pair = tuple[tuple[str, nn.Module], tuple[str, nn.Module]]  # name and module of a decoder layer in two models
+Dead = Callable[[PrunableLayer, StructuredGroups], Tensor]  # the indices of groups that may be removed, int64
 
 # Largest error of a decoder layer by float32 rounding, relative to the change that the layer makes to a token.
 BLOCK_TOLERANCE = 1e-3
@@ -71,7 +72,7 @@ class Compaction:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Family:
+class Family:
     """The same layer of all decoder layers: a configuration has one width for them."""
 
     name: str
@@ -103,7 +104,7 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
     inputs = inputs or probe_inputs(model)
-    search = _Search(model, inputs)
+    search = GroupSearch(model, inputs, _dead_groups)
     config, removed = search.configuration()
     zeros = search.remaining(removed)
     if not removed:
@@ -122,10 +123,13 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     return small, Compaction(changes, columns, zeros, (model.num_parameters(), small.num_parameters()))
 
 
-class _Search:
-    """The removable groups of a model, and the configuration of the rest."""
+class GroupSearch:
+    """The removable groups of a model, and the configuration of the rest.
 
-    def __init__(self, model: PreTrainedModel, inputs: Batch):
+    `dead` selects the groups of a layer that may be removed, by their indices.
+    """
+
+    def __init__(self, model: PreTrainedModel, inputs: Batch, dead: Dead):
         self.model = model
         structure = find_structure(model)
         self.layers = {layer.name: layer for layer in structure.layers()}
@@ -139,40 +143,57 @@ class _Search:
             for groups in (structured[layer.name] for layer in block.layers if layer.name in structured):
                 name = f"{block.name.rpartition('.')[0]}.*{groups.name.removeprefix(block.name)}"
                 layer = self.layers[groups.name]
-                alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
-                member = (layer, groups, (~alive).nonzero().flatten().cpu())
+                member = (layer, groups, dead(layer, groups))
                 families.setdefault((name, groups.size, groups.count), []).append(member)
-        self.families = [_Family(*key, tuple(members)) for key, members in families.items()]
-        self.reasons: dict[_Family, str] = {}
+        self.families = [Family(*key, tuple(members)) for key, members in families.items()]
+        self.reasons: dict[Family, str] = {}
 
-    def configuration(self) -> tuple[PreTrainedConfig, dict[_Family, int]]:
+    def configuration(self) -> tuple[PreTrainedConfig, dict[Family, int]]:
         """The configuration without as many groups as possible, and the number removed from each family."""
         config: PreTrainedConfig = self.model.config
-        removed: dict[_Family, int] = {}
+        removed: dict[Family, int] = {}
         for family in self.families:
-            if family in removed:
-                continue  # by a field that it shares with another family
-            fields = dict(whole_numbers(config))
-            for edit in self._edits(config, family):
-                try:
-                    trial = edited(config, edit)
-                    with torch.device("meta"):
-                        shapes = _shapes(type(self.model)(trial))
-                except Exception as error:  # a model may refuse its configuration in any way
-                    if all(fields[name] is not None for name in edit if name in fields):
-                        self.reasons.setdefault(family, str(error).strip().rpartition("\n")[2].strip())
-                    continue
-                explained = self._explain(shapes)
-                if explained and family in explained and removed.items() <= explained.items():
-                    config, removed = trial, explained
-                    break
+            if family not in removed:  # by a field that it shares with another family
+                smaller = self._smaller(config, family, self._edits(config, family), removed)
+                config, removed = smaller or (config, removed)
         return config, removed
 
-    def _edits(self, config: PreTrainedConfig, family: _Family) -> Iterator[Edit]:
+    def without(self, family: Family, count: int) -> tuple[PreTrainedConfig | None, dict[Family, int]]:
+        """The configuration with `count` groups less in a family, and those that share its fields; None without one."""
+        config: PreTrainedConfig = self.model.config
+        return self._smaller(config, family, self._edits_of(config, family, [count]), {}) or (None, {})
+
+    def _smaller(
+        self, config: PreTrainedConfig, family: Family, edits: Iterable[Edit], removed: dict[Family, int]
+    ) -> tuple[PreTrainedConfig, dict[Family, int]] | None:
+        """The first of the edited configurations without groups of one more family, and the number of each."""
+        fields = dict(whole_numbers(config))
+        for edit in edits:
+            try:
+                trial = edited(config, edit)
+                with torch.device("meta"):
+                    shapes = _shapes(type(self.model)(trial))
+            except Exception as error:  # a model may refuse its configuration in any way
+                if all(fields[name] is not None for name in edit if name in fields):
+                    self.reasons.setdefault(family, str(error).strip().rpartition("\n")[2].strip())
+                continue
+            explained = self._explain(shapes)
+            if explained and family in explained and removed.items() <= explained.items():
+                return trial, explained
+        return None
+
+    def _edits(self, config: PreTrainedConfig, family: Family) -> Iterator[Edit]:
         """Changes that may remove groups of a family, the most first."""
+        numbers: Iterable[int] = range(family.dead, 0, -1)
+        if family.size == 1:
+            numbers = sorted({other.dead for other in self.families if 0 < other.dead <= family.dead}, reverse=True)
+        return self._edits_of(config, family, numbers)
+
+    def _edits_of(self, config: PreTrainedConfig, family: Family, numbers: Iterable[int]) -> Iterator[Edit]:
+        """Changes that may remove one of some numbers of groups."""
         fields = dict(whole_numbers(config))
         if family.size == 1:
-            for gone in sorted({other.dead for other in self.families if 0 < other.dead <= family.dead}, reverse=True):
+            for gone in numbers:
                 likely = [name for name, value in fields.items() if value == family.count]
                 for name in likely + [name for name, value in fields.items() if value is None]:
                     yield {name: family.count - gone}
@@ -189,11 +210,11 @@ class _Search:
             for together in range(len(names), 0, -1)
             for chosen in itertools.combinations(names, together)
         ]
-        for gone, chosen in itertools.product(range(family.dead, 0, -1), subsets):
+        for gone, chosen in itertools.product(numbers, subsets):
             scaled = {name: counts[name] // family.count * (family.count - gone) for name in chosen}
             yield {**scaled, **_head_size(config, counts, chosen, family)}
 
-    def _explain(self, shapes: Shapes) -> dict[_Family, int] | None:
+    def _explain(self, shapes: Shapes) -> dict[Family, int] | None:
         """Number of groups of each family whose removal explains these shapes; None if it does not."""
         removed = {}
         for family in self.families:
@@ -213,7 +234,7 @@ class _Search:
             expected[name] = tuple(shape)
         return removed if shapes == expected else None
 
-    def _cuts(self, removed: dict[_Family, int]) -> dict[str, list[tuple[int, Tensor]]]:
+    def _cuts(self, removed: dict[Family, int]) -> dict[str, list[tuple[int, Tensor]]]:
         """Name of a parameter → dimensions to cut, and a mask to keep."""
         cuts: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -231,7 +252,7 @@ class _Search:
                     cut(source.module._parameters.get("bias"), 0, keep)
         return cuts
 
-    def state(self, removed: dict[_Family, int]) -> dict[str, Tensor]:
+    def state(self, removed: dict[Family, int]) -> dict[str, Tensor]:
         """Copies of the smaller model's tensors."""
         cuts, state, copies = self._cuts(removed), {}, {}
         for name, tensor in self.model.state_dict().items():
@@ -246,7 +267,7 @@ class _Search:
             state[name] = tensor
         return state
 
-    def remaining(self, removed: dict[_Family, int]) -> dict[str, str]:
+    def remaining(self, removed: dict[Family, int]) -> dict[str, str]:
         """Dead groups that remain as zeros: by family if equal in all its layers, else by layer."""
         zeros: dict[str, str] = {}
         for family in self.families:
@@ -265,11 +286,17 @@ class _Search:
         return zeros
 
 
+def _dead_groups(layer: PrunableLayer, groups: StructuredGroups) -> Tensor:
+    """The groups whose columns are all zero."""
+    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
+    return (~alive).nonzero().flatten().cpu()
+
+
 def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _head_size(config: PreTrainedConfig, fields: dict[str, int], heads: tuple[str, ...], family: _Family) -> Edit:
+def _head_size(config: PreTrainedConfig, fields: dict[str, int], heads: tuple[str, ...], family: Family) -> Edit:
     """The size of a head, if the configuration derives it from the number of heads."""
     prefix = heads[0].rpartition(".")[0]
     for part in prefix.split(".") if prefix else ():

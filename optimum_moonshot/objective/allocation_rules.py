@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..errors import MoonshotError, Text, require
-from .patterns import NM, MixedNM, Pattern, Unstructured, implies_sparsity, parse_pattern
+from .patterns import NM, MixedNM, Pattern, Structured, Unstructured, implies_sparsity, parse_pattern
 
 METHODS = ("uniform", "owl", "alpha", "fisher")
 NEEDING_DATA = ("owl", "fisher")  # with any solver
@@ -44,6 +44,8 @@ class PatternRules:
         if isinstance(default, MixedNM) and allocated:
             patterns = {name: NM(round((1 - removed) * default.m), default.m) for name, removed in allocated.items()}
             return cls(default.choices[0], patterns)
+        if isinstance(default, Structured):
+            rules = {key: _structured(key, rule, default) for key, rule in rules.items()}
         return cls(default, rules)
 
     def of(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
@@ -86,6 +88,13 @@ def parse_rules(rules: dict[str, Any]) -> dict[str, Pattern]:
         except MoonshotError as error:
             raise error.within(entry) from None
     return parsed
+
+
+def _structured(key: str, rule: Pattern, default: Structured) -> Structured:
+    """The rule of a structured pattern; raises `MoonshotError` for n:m."""
+    usage, field = "give a sparsity between 0 and 1 with structured pruning", f"allocation[{key!r}]"
+    require(isinstance(rule, Unstructured), usage, field=field, value=str(rule))
+    return replace(default, sparsity=rule.sparsity)
 
 
 def apply_rules(

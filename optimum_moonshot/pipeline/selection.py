@@ -119,7 +119,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     patterns: Mapping[str, Pattern | MixedNM]
     notes: list[str] = []
     if isinstance(pattern, Structured):
-        structure, patterns, notes = structured_patterns(model, structure, pattern, config.targets is not None)
+        structure, groups, notes = structured_patterns(model, structure, pattern, config.targets is not None)
+        rules = config.pattern_rules.of(groups)
+        patterns = {name: dataclasses.replace(each, sparsity=rules[name].sparsity) for name, each in groups.items()}
         if config.allocation == "fisher":
             config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:

@@ -4,7 +4,7 @@ Below, the exchange of results between processes, each of which solves some of t
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -19,6 +19,7 @@ from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
+from ..results.run_folder import Parts
 from ..results.store import ResultStore
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
@@ -191,6 +192,14 @@ def _parameter(layer: Written, load: Callable[[], Tensor]) -> Callable[[], Tenso
     return lambda: layer.as_parameter(load()).contiguous()
 
 
+def run_parts(prepared: Prepared, selection: Selection) -> Parts:
+    """All that the results of a run depend on, by section and name."""
+    data = {} if prepared.data is None else {"the samples": prepared.data.digest}
+    blocks = selection.structure.blocks
+    sums = prepared.block_probe.sums if prepared.block_probe else model_sums(prepared.model, blocks)
+    return {"the configuration": selection.settings, "the data": data, **model_parts(prepared.model, sums)}
+
+
 def open_store(
     prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
 ) -> ResultStore:
@@ -201,12 +210,9 @@ def open_store(
     Raises:
         MoonshotError: the folder holds other files, or cannot be written.
     """
-    ranks, structure, parts = prepared.subject.ranks, selection.structure, dict[str, Mapping[str, str]]()
+    ranks, structure = prepared.subject.ranks, selection.structure
     folder = ranks.broadcast_object(folder)
-    if folder is not None and ranks.is_main:
-        data = {} if prepared.data is None else {"the samples": prepared.data.digest}
-        sums = prepared.block_probe.sums if prepared.block_probe else model_sums(prepared.model, structure.blocks)
-        parts = {"the configuration": selection.settings, "the data": data, **model_parts(prepared.model, sums)}
+    parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
     spilling, spill_to = is_on_disk(structure.blocks), selection.config.offload_dir
     store = ResultStore(folder if ranks.is_main else None, parts, field, spilling, spill_to)
     if folder is not None and ranks.size > 1:

@@ -12,6 +12,7 @@ from ..objective.quadratic import RelativeLoss
 from .json_files import check_fields, check_value, load_json, save_json, with_tuples
 from .measurement import Measured
 from .rotation_report import RotationReport
+from .shrink_report import ShrinkReport
 from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"
@@ -154,6 +155,7 @@ class PruneReport:
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
     compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
     rotation: RotationReport | None = None  # None without one
+    shrink: ShrinkReport | None = None  # the decision, of a model that was made smaller to a target
     other_bytes: int | None = None  # of the parameters that are not in pruned layers
 
     @property
@@ -316,6 +318,7 @@ class PruneReport:
         lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
         lines += [f"note: {note}" for note in self.notes]
         lines += [self.rotation.line()] if self.rotation else []
+        lines += [self.shrink.line()] if self.shrink else []
         lines += [block.line() for block in self.recovery]
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
         lines += [self.mostly_dense] if self.mostly_dense else []
@@ -352,6 +355,8 @@ class PruneReport:
         values["recovery"] = [BlockReport.from_dict(block) for block in values.get("recovery", ())]
         rotation = values.get("rotation")
         values["rotation"] = None if rotation is None else RotationReport.from_dict(rotation)
+        shrink = values.get("shrink")
+        values["shrink"] = None if shrink is None else ShrinkReport.from_dict(shrink)
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -41,6 +41,7 @@ class PruningRecord:
     compaction: Mapping[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
     dense: Sequence[str] = ()  # layers that were selected but not pruned, because no data reached them
     rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
+    shrink: Mapping[str, Any] | None = None  # `ShrinkReport.summary`, if the model was made smaller to a target
     allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
     # Layer → bits of its surviving weights, if they differ between layers; others are not quantized. None: the
     # configuration's bits for all.
@@ -48,8 +49,9 @@ class PruningRecord:
 
     def __post_init__(self) -> None:
         with _explained():
-            for name in ("config", "solver_options", "versions", "calibration", "compaction", "rotation", "allocated"):
-                value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
+            optional_objects = ("calibration", "compaction", "rotation", "shrink")
+            for name in ("config", "solver_options", "versions", "allocated", *optional_objects):
+                value, optional = getattr(self, name), name in optional_objects
                 valid = isinstance(value, Mapping) or (optional and value is None)
                 require(valid, f"must be an object{' or null' if optional else ''}", field=name, value=value)
             allocated = {f"allocated: {name}": sparsity for name, sparsity in self.allocated.items()}
@@ -123,7 +125,7 @@ class PruningRecord:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        optional = ("compaction", "dense", "rotation", "allocated", "bits")
+        optional = ("compaction", "dense", "rotation", "shrink", "allocated", "bits")
         values = {name: value for name, value in values.items() if value or name not in optional}
         return {"version": self.VERSION, **values}
 

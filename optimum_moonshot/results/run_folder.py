@@ -4,6 +4,7 @@ run.json                     fingerprint of everything that the results depend o
 run.lock                     held by the process that writes; the system releases it when the process dies
 curves/NAME.safetensors      losses of a layer at several sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
+measured/NAME.safetensors    a measurement of the dense model
 rotation/state.safetensors   the state of learning a rotation
 recovered/NAME.safetensors   the recovered weights of a block's layers and its parameters, with the block's report
 training/state.safetensors   the state of training the whole model
@@ -30,16 +31,17 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
-CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES, TRAINING = (
+CURVES, LAYERS, MEASURED, RECOVERED, ROTATION, SAMPLES, TRAINING = (
     "curves",
     "layers",
+    "measured",
     "recovered",
     "rotation",
     "samples",
     "training",
 )
 _MANIFEST, _LOCK, _EARLIER = "run.json", "run.lock", "earlier"
-_KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES, TRAINING)
+_KINDS = (CURVES, LAYERS, MEASURED, RECOVERED, ROTATION, SAMPLES, TRAINING)
 _INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first
 Parts = Mapping[str, Mapping[str, str]]  # what a run depends on, by section and name
 _WRITTEN = ("*.safetensors", *_INCOMPLETE)

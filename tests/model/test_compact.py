@@ -243,7 +243,7 @@ def test_a_smaller_model_with_other_outputs_is_refused(part, dtype, monkeypatch)
     model = make("llama").to(dtype)
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5))
     pruner.prune(progress=False)
-    original = compact_module._Search.state
+    original = compact_module.GroupSearch.state
     factor = 1.02 if "layers" in part else 2.0
 
     def wrong(self, removed):
@@ -251,7 +251,7 @@ def test_a_smaller_model_with_other_outputs_is_refused(part, dtype, monkeypatch)
         state[part] = state[part] * factor
         return state
 
-    monkeypatch.setattr(compact_module._Search, "state", wrong)
+    monkeypatch.setattr(compact_module.GroupSearch, "state", wrong)
     before = copy.deepcopy(pruner.report.to_dict())
     with pytest.raises(MoonshotError, match="the smaller LlamaForCausalLM differs"):
         pruner.compact()

@@ -1,0 +1,204 @@
+"""Make a model smaller, to a target: measure, decide, remove blocks, prune neurons and heads, compact."""
+
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..config import MoonshotConfig
+from ..errors import MoonshotError, Option, Text, require
+from ..model.calls import Forward, called_by, frozen
+from ..model.compaction import Compaction
+from ..model.depth import BlockRemoval, remove_blocks
+from ..model.layers import find_blocks, visited
+from ..model.offload import RESIDENT
+from ..objective.patterns import Structured
+from ..pipeline.backoff import enough_memory
+from ..pipeline.inputs import Prepared, prepare, sample_folder
+from ..pipeline.selection import Subject, select
+from ..pipeline.variant import Variant
+from ..progress import progress_bar
+from ..reports.prune_report import PruneReport
+from ..reports.record import PruningRecord
+from ..results.run_folder import RunFolder
+from ..shrinking.decision import Decision, Tables, decide, measure_tables, without_set
+from ..shrinking.latency import model_latency
+from ..shrinking.target import Target
+from ..shrinking.trials import Trials
+from ..shrinking.widths import find_widths
+from .layers import prune_layers
+from .prune import Discard, prune_model
+from .record import compact_pruned
+
+# λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
+# loss, and needs no backward pass without it (benchmarks/results/shrink.json).
+LAM_HEADS, LAM_NEURONS = 0.5, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrinking:
+    """A request to make a model smaller."""
+
+    subject: Subject
+    config: MoonshotConfig
+    calibration: Any
+    target: Target
+    batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
+    forward: Forward | None
+    resume_dir: Path | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        assert isinstance(self.subject.model, PreTrainedModel)
+        return self.subject.model
+
+    def folder(self, name: str) -> Path | None:
+        return None if self.resume_dir is None else self.resume_dir / name
+
+    def apply(
+        self, decision: Decision, model: Any, removal: BlockRemoval | None
+    ) -> tuple[PreTrainedModel, PruneReport]:
+        """Prune and compact the copy of the model that has the remaining blocks, and report the decision."""
+        with called_by(model, self.forward):
+            model, report = _pruned(self, decision, model, removal)
+        _complete(self, decision, model, report)
+        return model, report
+
+    def discard(self) -> None:
+        """Delete the files of the run."""
+        if self.resume_dir is not None:
+            for folder in self.resume_dir.glob("*/"):
+                RunFolder.remove_all(folder)
+            RunFolder.remove_all(self.resume_dir)
+
+
+@enough_memory()
+def shrink_model(
+    subject: Subject,
+    config: MoonshotConfig,
+    calibration: Any,
+    target: Target,
+    batch_shape: tuple[int, int],
+    forward: Forward | None,
+    resume_dir: str | os.PathLike[str] | None,
+) -> tuple[PreTrainedModel, PruneReport, Discard]:
+    """As `MoonshotPruner.shrink`: a new, smaller model, with its report; the subject's model is unchanged.
+
+    Raises:
+        MoonshotError: a target that cannot be reached, a configuration or model that does not fit, or bad data.
+    """
+    started = time.perf_counter()
+    calibration = config.calibration if calibration is None else calibration
+    _check(subject, config, calibration)
+    if isinstance(calibration, Iterator):  # it is read twice
+        calibration = list(calibration)
+    folder = None if resume_dir is None else Path(resume_dir)
+    run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
+    tables, measured = measure_parts(run)
+    deciding = time.perf_counter() - started
+    while True:
+        decision = decide(tables, target, measured)
+        try:
+            model, removal = without_blocks(subject.model, decision.blocks)
+            break
+        except MoonshotError as error:
+            if not decision.blocks:
+                raise
+            tables = without_set(tables, decision.blocks, str(error))
+    model, report = run.apply(decision, model, removal)
+    report.seconds = {"decision": deciding, **report.seconds, "total": time.perf_counter() - started}
+    return model, report, run.discard
+
+
+def _check(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
+    model, pattern = subject.model, config.parsed_pattern
+    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
+    hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
+    message = "a smaller model loses whole neurons and heads"
+    require(isinstance(pattern, Structured), message, field="pattern", value=config.pattern, hint=hint)
+    message = "the target determines it; leave it at 0"
+    require(not config.sparsity, message, field="sparsity", value=config.sparsity)
+    message = "the target determines the sparsity of every layer"
+    require(config.allocation == "uniform", message, field="allocation", value=config.allocation)
+    require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
+    require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+
+
+def measure_parts(run: Shrinking) -> tuple[Tables, dict[str, float]]:
+    """The tables of losses and costs, and all measurements."""
+    subject, config, model = run.subject, run.config, run.model
+    # At λ < 1, so that the samples have labels for the losses.
+    selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
+    samples = sample_folder(subject, run.folder("measured"))
+    prepared = prepare(subject, selection, run.calibration, samples)
+    names = {layer.name for layer in selection.layers}
+    pattern = config.parsed_pattern
+    assert isinstance(pattern, Structured)
+    with frozen(model):
+        widths, refused = find_widths(model, prepared.probe, names, pattern.group)
+        trials = Trials(prepared, widths, _solve, run.resume_dir)
+        try:
+            tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape)
+            return tables, trials.measurements.values
+        finally:
+            trials.release()
+
+
+def _solve(prepared: Prepared, variants: Sequence[Variant]) -> None:
+    shown = prepared.subject.progress
+    with progress_bar(total=len(prepared.selection.layers), desc="trials", unit="layer", shown=shown) as bar:
+        prune_layers(prepared, variants, bar)
+
+
+def without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
+    """A copy of the model without some blocks."""
+    return remove_blocks(model, blocks) if blocks else (copy.deepcopy(model), None)
+
+
+def _pruned(
+    run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune and compact the copy of the model that has the remaining blocks."""
+    names = [name for name, _ in find_blocks(run.model)]
+    left = [name for index, name in enumerate(names) if index not in decision.blocks]
+    renamed = dict(zip(left, (name for name, _ in find_blocks(model)), strict=True))
+    allocation: dict[str, float | str] = {}
+    for width, level in decision.levels.items():
+        for layer, _ in width.members:
+            for old, new in renamed.items():
+                if layer.name.startswith(f"{old}."):
+                    allocation[new + layer.name.removeprefix(old)] = width.sparsity(level)
+    heads = any(level and width.members[0][1].size > 1 for width, level in decision.levels.items())
+    lam = run.config.lam if run.config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
+    config = dataclasses.replace(run.config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
+    subject = dataclasses.replace(run.subject, model=model)
+    report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
+    before = decision.report.parameters[0]
+    compaction = Compaction({}, {}, {}, (before, model.num_parameters()))
+    if any(decision.levels.values()):
+        model, compaction = compact_pruned(model, report)
+    changes = {**({} if removal is None else removal.config), **compaction.config}
+    compaction = dataclasses.replace(compaction, config=changes, parameters=(before, compaction.parameters[1]))
+    report.compaction = compaction.to_dict()
+    return model, report
+
+
+def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report: PruneReport) -> None:
+    """Check the size of the smaller model, and add the decision to its report and record."""
+    left, expected = model.num_parameters(), decision.parameters
+    message = f"the smaller model has {left:,} parameters, not {expected:,}: the architecture has no such configuration"
+    require(left == expected, message)
+    shrunk = decision.report
+    if run.target.field == "latency":
+        seconds = (shrunk.dense, model_latency(model, run.batch_shape))
+        shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
+    report.shrink = shrunk
+    record = PruningRecord.require_of(model)
+    dataclasses.replace(record, compaction=report.compaction, shrink=shrunk.summary()).attach(model)

@@ -1,0 +1,154 @@
+"""The integer program of a decision: one option of every dimension, at the least loss within a budget.
+
+A dimension is a property of the smaller model with several values, its options: the neurons that leave every block, the
+heads, the blocks. With x_ia = 1 where dimension i has option a, loss and cost are
+
+    Σ_i Σ_a l_ia x_ia  +  Σ_i<j Σ_ab l_ijab x_ia x_jb,    and Σ_a x_ia = 1,
+
+where pairs express that a removed block has no neurons to lose. A product is replaced by a variable z_ijab in [0, 1]
+with Σ_b z_ijab = x_ia and Σ_a z_ijab = x_jb, which for binary x is exact. scipy's `milp` (HiGHS) solves it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, vstack
+
+from ..errors import MoonshotError
+
+Pairs = Mapping[tuple[int, int], NDArray[np.float64]]  # dimensions i < j → [options of i, options of j]
+# Smallest step by which the budget is lowered where rounding errors of the solver exceed it, relative to it.
+SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A property of the smaller model."""
+
+    name: str
+    removed: tuple[int, ...]  # by each option, ascending from 0
+    losses: tuple[float, ...]  # predicted, of each option alone
+    costs: tuple[float, ...]  # change of the cost by each option alone, 0 or less
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option of every dimension."""
+
+    options: tuple[int, ...]
+    loss: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """The losses and costs of all combinations of options."""
+
+    dimensions: tuple[Dimension, ...]
+    dense: float  # cost of the model without a change
+    loss_pairs: Pairs
+    cost_pairs: Pairs
+
+    def choice(self, options: tuple[int, ...]) -> Choice:
+        """The loss and cost of some options, one of each dimension."""
+        loss, cost = 0.0, self.dense
+        for dimension, option in zip(self.dimensions, options, strict=True):
+            loss, cost = loss + dimension.losses[option], cost + dimension.costs[option]
+        loss += sum(float(pairs[options[i], options[j]]) for (i, j), pairs in self.loss_pairs.items())
+        cost += sum(float(pairs[options[i], options[j]]) for (i, j), pairs in self.cost_pairs.items())
+        return Choice(options, loss, cost)
+
+    def best(self, budget: float, allowed: frozenset[str] | None = None) -> Choice | None:
+        """The choice with the least loss that costs at most `budget`; None if none does.
+
+        Args:
+            budget: in units of the costs.
+            allowed: names of the dimensions that may change; None is all.
+        """
+        limit = budget
+        while True:
+            options = self._solve(self._losses, limit, allowed)
+            if options is None or (choice := self.choice(options)).cost <= budget:
+                return None if options is None else choice
+            limit -= max(choice.cost - budget, SLACK * abs(budget))
+
+    def least_cost(self) -> Choice:
+        """The choice with the least cost."""
+        options = self._solve(self._costs, None, None)
+        assert options is not None
+        return self.choice(options)
+
+    @property
+    def _losses(self) -> NDArray[np.float64]:
+        return self._coefficients([each.losses for each in self.dimensions], self.loss_pairs)
+
+    @property
+    def _costs(self) -> NDArray[np.float64]:
+        return self._coefficients([each.costs for each in self.dimensions], self.cost_pairs)
+
+    @cached_property
+    def _keys(self) -> list[tuple[int, int]]:
+        return sorted({*self.loss_pairs, *self.cost_pairs})
+
+    def _coefficients(self, singles: list[tuple[float, ...]], pairs: Pairs) -> NDArray[np.float64]:
+        """Of all variables: x of every dimension, then z of every pair."""
+        shapes = {(i, j): (len(singles[i]), len(singles[j])) for i, j in self._keys}
+        products = [np.broadcast_to(pairs.get(key, np.zeros(())), shapes[key]).ravel() for key in self._keys]
+        return np.concatenate([*map(np.asarray, singles), *products])
+
+    @cached_property
+    def _structure(self) -> tuple[csr_array, NDArray[np.float64]]:
+        """The equations between the variables: matrix and right-hand side."""
+        counts = [len(each.removed) for each in self.dimensions]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        total = int(starts[-1]) + sum(counts[i] * counts[j] for i, j in self._keys)
+        rows, right, offset = list[tuple[NDArray[np.int64], int]](), list[float](), int(starts[-1])
+        for start, count in zip(starts, counts, strict=False):
+            rows.append((np.arange(start, start + count), -1))
+            right.append(1.0)
+        for i, j in self._keys:
+            index = offset + np.arange(counts[i] * counts[j]).reshape(counts[i], counts[j])
+            rows += [(index[a], int(starts[i]) + a) for a in range(counts[i])]
+            rows += [(index[:, b], int(starts[j]) + b) for b in range(counts[j])]
+            right += [0.0] * (counts[i] + counts[j])
+            offset += index.size
+        matrices = []
+        for ones, minus in rows:
+            columns = np.append(ones, minus) if minus >= 0 else ones
+            values = np.append(np.ones(len(ones)), -1.0) if minus >= 0 else np.ones(len(ones))
+            matrices.append(csr_array((values, (np.zeros(len(columns), dtype=int), columns)), shape=(1, total)))
+        return vstack(matrices, format="csr"), np.array(right)
+
+    def _solve(
+        self, objective: NDArray[np.float64], limit: float | None, allowed: frozenset[str] | None
+    ) -> tuple[int, ...] | None:
+        """The options at the minimum of an objective; None if no choice is within the limit of the cost."""
+        matrix, right = self._structure
+        constraints = [LinearConstraint(matrix, right, right)]
+        if limit is not None:  # relative, so that the solver's tolerance is
+            constraints.append(LinearConstraint(self._costs[None] / self.dense, ub=limit / self.dense - 1))
+        upper, integral, start = np.ones(len(objective)), np.zeros(len(objective)), 0
+        for dimension in self.dimensions:
+            count = len(dimension.removed)
+            integral[start : start + count] = 1
+            if allowed is not None and dimension.name not in allowed:
+                upper[start + 1 : start + count] = 0
+            start += count
+        scale = np.abs(objective).max() or 1.0
+        result = milp(
+            objective / scale,
+            integrality=integral,
+            bounds=Bounds(0, upper),
+            constraints=constraints,
+            options={"mip_rel_gap": 0.0},
+        )
+        if result.status == 2:  # infeasible
+            return None
+        if result.x is None:
+            raise MoonshotError(f"the integer program was not solved: {result.message}")
+        parts = np.split(result.x[:start], np.cumsum([len(each.removed) for each in self.dimensions])[:-1])
+        return tuple(int(part.argmax()) for part in parts)

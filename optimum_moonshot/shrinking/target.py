@@ -1,0 +1,64 @@
+"""The target of a smaller model: a number of parameters, bytes or seconds."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import memory_size
+from ..errors import MoonshotError, Text, check_number, require
+
+UNITS = {"parameters": "parameters", "bytes": "bytes", "latency": "seconds"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of "parameters", "bytes" and "latency", with its value.
+
+    A value of at most 1 is a fraction of the dense model's, another a number of parameters, bytes or milliseconds.
+    """
+
+    field: str
+    value: float
+
+    @classmethod
+    def of(cls, **values: Any) -> "Target":
+        """From keyword arguments of these names, exactly one of which is not None.
+
+        Raises:
+            MoonshotError: none or several, or a value that is not positive; bytes may also be text such as "2GB".
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        message = Text("give exactly one of {}, {} and {}", *UNITS)
+        require(len(given) == 1, message, field=None if not given else list(given)[-1])
+        ((field, value),) = given.items()
+        if field == "bytes" and isinstance(value, str):
+            return cls(field, memory_size(field, value))
+        check_number(field, value)
+        hint = "give a fraction of the dense model's, or a number"
+        require(0 < value < math.inf, hint, field=field, value=value)
+        return cls(field, value)
+
+    @property
+    def unit(self) -> str:
+        return UNITS[self.field]
+
+    def budget(self, dense: float) -> float:
+        """The number, in `unit`, for a dense model's; parameters and bytes are rounded down.
+
+        Raises:
+            MoonshotError: it is not less than the dense model's.
+        """
+        timed = self.field == "latency"
+        budget = self.value * dense if self.value <= 1 else self.value / (1000 if timed else 1)
+        budget = budget if timed else math.floor(budget)
+        hint = f"the dense model has {self.shown(dense)}"
+        require(budget < dense, "nothing has to leave", field=self.field, value=self.value, hint=hint)
+        return budget
+
+    def unreachable(self, least: float, dense: float) -> MoonshotError:
+        """The error for a target below the least reachable cost."""
+        message = f"the smallest configuration has {self.shown(least)}, {least / dense:.4f} of the dense model"
+        return MoonshotError(message, field=self.field, value=self.value, hint="give at least that")
+
+    def shown(self, cost: float) -> str:
+        return f"{1e3 * cost:.4g} ms" if self.field == "latency" else f"{cost:,.0f} {self.unit}"

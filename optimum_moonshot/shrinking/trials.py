@@ -1,0 +1,139 @@
+"""The measurements of a dense model in parts: the protocol `losses.Measured` on calibration data."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ..config import MoonshotConfig
+from ..data.batches import batch_size, spread_samples
+from ..model.calls import evaluation_mode
+from ..model.depth import skipping
+from ..model.layers import PrunableLayer, find_blocks, find_structure
+from ..pipeline.calibration_loss import mean_loss
+from ..pipeline.inputs import Prepared
+from ..pipeline.selection import select
+from ..pipeline.variant import Variant, run_parts
+from ..results.run_folder import MEASURED, Parts, RunFolder
+from ..results.store import fingerprint
+from .blocks import BlockScores, score_blocks
+from .losses import TRIALS, trial_levels
+from .widths import Width
+
+# Samples on which losses are measured, spread over the calibration data.
+SAMPLES = 32
+
+Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of the variants
+
+
+class Measurements:
+    """Numbers by name, in files of a folder, from which a repeated run takes them."""
+
+    def __init__(self, folder: RunFolder | None, parts: Parts):
+        self.folder, self.values = folder, dict[str, float]()
+        if folder is not None and folder.open(fingerprint(parts), parts):
+            stored = (values for _, values, _ in folder.saved(MEASURED) if values is not None)
+            self.values = {each["name"]: each["value"] for each in stored}
+
+    def keep(self, name: str, measure: Callable[[], float]) -> float:
+        """The number of this name, measured if it is missing."""
+        if name not in self.values:
+            value = measure()
+            if self.folder is not None:
+                self.folder.save(MEASURED, name.replace("/", "-"), {}, {"name": name, "value": value})
+            self.values[name] = value
+        return self.values[name]
+
+    def release(self) -> None:
+        if self.folder is not None:
+            self.folder.release()
+
+
+class Trials:
+    """A dense, frozen model whose widths are pruned in trials, at λ = 1: one pass over the data serves all.
+
+    `solve` runs the trials, once a measurement needs them; `folder` is for their weights and the measurements.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        widths: Sequence[Width],
+        solve: Solve,
+        folder: str | os.PathLike[str] | None,
+    ):
+        config = prepared.selection.config
+        self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
+        data = prepared.calibration
+        batches = spread_samples(data.batches, min(SAMPLES, data.num_samples))
+        data = dataclasses.replace(data, batches=batches, num_samples=sum(map(batch_size, batches)))
+        self.measuring = dataclasses.replace(self.prepared, data=data)
+        self.blocks = [module for _, module in find_blocks(prepared.model)]
+        self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
+        self.folder = None if folder is None else Path(folder)
+        parts = run_parts(prepared, prepared.selection)
+        kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
+        self.measurements = Measurements(kept, parts)
+
+    def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
+        def measure() -> float:
+            change = nullcontext() if changed is None else changed()
+            with change, torch.no_grad(), evaluation_mode(self.prepared.model):
+                return mean_loss(self.measuring)
+
+        return self.measurements.keep(key, measure)
+
+    def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
+        if not self.variants:
+            self._solve()
+        variant, names = self.variants[trial], {layer.name for layer in layers}
+        part = Variant(variant.selection, variant.store)
+        part.skipped = {layer.name: "" for layer in variant.selection.layers if layer.name not in names}
+        return part.applied()
+
+    def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
+        return skipping(self.blocks[block] for block in blocks)
+
+    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
+        return list(dict.fromkeys(self._scores.select(count, lam) for lam in (0.0, 1.0)))
+
+    @cached_property
+    def _scores(self) -> BlockScores:
+        structure = find_structure(self.prepared.model)  # all layers: a block may leave if none of its is selected
+        selection = dataclasses.replace(self.measuring.selection, structure=structure)
+        return score_blocks(dataclasses.replace(self.measuring, selection=selection))
+
+    def release(self) -> None:
+        """Release the folders for other runs, and the weights of the trials."""
+        for variant in self.variants:
+            variant.store.release()
+        self.measurements.release()
+        self.variants = []
+
+    def _solve(self) -> None:
+        for index, config in enumerate(self.configs):
+            folder = None if self.folder is None else self.folder / f"trial-{index}"
+            selection = select(self.prepared.model, config)
+            self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir"))
+        self.solve(self.prepared, self.variants)
+
+
+def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[MoonshotConfig]:
+    """The configuration of every trial, which names the sparsity of each layer."""
+    levels = [trial_levels(width) for width in widths]
+    return [
+        layer_config(config, {width: each[trial] for width, each in zip(widths, levels, strict=True)}, lam=1.0)
+        for trial in range(len(TRIALS))
+    ]
+
+
+def layer_config(config: MoonshotConfig, levels: Mapping[Width, int], lam: float) -> MoonshotConfig:
+    """The configuration that removes a number of groups of every width, and nothing of other layers."""
+    allocation: dict[str, float | str] = {
+        layer.name: width.sparsity(level) for width, level in levels.items() for layer, _ in width.members
+    }
+    return dataclasses.replace(config, sparsity=0.0, allocation=allocation or "uniform", lam=lam, recover=None)

@@ -1,0 +1,98 @@
+"""The widths of a model that its configuration can reduce: neurons and heads of every block.
+
+A width is searched as compaction does: a configuration has to describe exactly the remaining shapes (compaction.py), in
+all blocks, since it has one number for them.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..data.batches import Batch
+from ..model.compaction import Family, GroupSearch
+from ..model.layers import PrunableLayer
+from ..model.structured_groups import StructuredGroups
+
+# Most neurons that are removed: predictions are unreliable beyond.
+MOST = 0.75
+# Levels of a number of neurons, and the number that remaining ones are a multiple of, for the sake of kernels.
+LEVELS, MULTIPLE = 64, 8
+
+
+@dataclass(frozen=True, eq=False)
+class Width:
+    """The neurons, or the heads, of all blocks that one field of the configuration counts."""
+
+    name: str
+    count: int  # of groups of a layer
+    members: tuple[tuple[PrunableLayer, StructuredGroups], ...]
+    levels: tuple[int, ...]  # numbers of groups that can be removed, ascending from 0
+    configs: Mapping[int, PreTrainedConfig]  # number removed → configuration of the model, of some levels
+
+    def sparsity(self, removed: int) -> float:
+        return removed / self.count
+
+
+def find_widths(
+    model: PreTrainedModel, inputs: Batch, layers: Collection[str], group_size: int
+) -> tuple[list[Width], dict[str, str]]:
+    """The widths of a model that can be reduced, and the reason for each that cannot.
+
+    Args:
+        model: dense; unchanged.
+        inputs: a small batch, for probes.
+        layers: names of the layers that may lose columns.
+        group_size: neurons that are removed together.
+
+    Returns:
+        The widths, and name → reason.
+    """
+    search = GroupSearch(model, inputs, lambda layer, groups: torch.arange(groups.count))
+    widths, refused, counted = list[Width](), dict[str, str](), set[str]()
+    for family in search.families:
+        if family.name in counted:
+            continue
+        name, group = ("heads", 1) if family.size > 1 else ("neurons", group_size)
+        name = f"{name} of {family.name}" if any(each.name == name for each in widths) else name
+        excluded = [layer.name for layer, _, _ in family.members if layer.name not in layers]
+        if excluded:
+            refused[family.name] = f"{excluded[0]} is not selected"
+            continue
+        levels, shared = _levels(search, family, group)
+        if not levels:
+            refused[family.name] = search.reasons.get(family, "no configuration describes fewer in every block")
+            continue
+        counted |= {each.name for each in shared}
+        members = tuple((layer, groups) for each in shared for layer, groups, _ in each.members)
+        every = tuple(range(0, int(MOST * family.count) + 1, _step(family.count, group)))
+        removed = every if family.size == 1 else (0, *levels)
+        widths.append(Width(name, family.count, members, removed, levels))
+    return widths, refused
+
+
+def _step(count: int, group: int) -> int:
+    """Neurons between two levels."""
+    multiple = MULTIPLE if count % MULTIPLE == 0 else 1
+    multiple = math.lcm(multiple, group)
+    return multiple * max(1, count // (multiple * LEVELS))
+
+
+def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
+    """Removable numbers of groups with their configurations, and the families that lose them together.
+
+    Every number of heads is tried; any number of neurons is allowed if that of a few levels is.
+    """
+    levels, shared = dict[int, PreTrainedConfig](), tuple[Family, ...]()
+    step = _step(family.count, group)
+    steps = int(MOST * family.count) // step
+    tried = sorted({max(1, round(part * steps)) * step for part in (0, 0.25, 0.5, 0.75, 1)}) if steps else []
+    for removed in range(1, family.count) if family.size > 1 else tried:
+        config, explained = search.without(family, removed)
+        if config is not None and {*explained.values()} == {removed}:
+            shared, levels[removed] = shared or tuple(explained), config
+            if tuple(explained) != shared:
+                del levels[removed]
+    return levels, shared

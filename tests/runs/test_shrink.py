@@ -1,0 +1,202 @@
+"""Shrinking a model to a target: the budget, a stock model with equal outputs, failures, and resumption."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers as hf
+from llama_runs import assert_same, weights
+from models import make, token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot.commands.moonshot import MoonshotCommand
+from optimum_moonshot.model.depth import remove_blocks
+from optimum_moonshot.pipeline import calibration_loss
+from optimum_moonshot.reports.shrink_report import ShrinkReport
+from optimum_moonshot.runs import shrink as run
+from optimum_moonshot.shrinking import latency, trials
+
+CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
+BATCHES = token_batches(8)
+
+
+@pytest.fixture
+def seconds_by_size(monkeypatch):
+    """The latency of a model or block is its number of parameters in microseconds."""
+
+    def seconds(calls, block=None, *_):
+        return 1e-6 * sum(each.numel() for each in (block or calls.model).parameters())
+
+    monkeypatch.setattr(latency._Calls, "of_block", seconds)
+    monkeypatch.setattr(latency._Calls, "seconds", seconds)
+
+
+def shrunk(name="llama", config=CONFIG, model=None, **target):
+    pruner = MoonshotPruner(make(name) if model is None else model, config)
+    return pruner, pruner.shrink(BATCHES, progress=False, **target)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(**BATCHES[0]).logits
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.9), ("llama", 0.6), ("gpt2", 0.7)])
+def test_the_budget_is_not_exceeded_and_plain_transformers_loads_an_equal_model(tmp_path, name, share):
+    model = make(name)
+    before, total = weights(model), model.num_parameters()
+    pruner, report = shrunk(model=model, parameters=share)
+    assert_same(model, before)
+    small = pruner.model
+    assert small.num_parameters() == report.parameters[1] <= int(share * total)
+    assert report.parameters[0] == total and report.chosen.cost == report.parameters[1]
+    pruner.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(small))
+    assert PruneReport.load(tmp_path).shrink == report
+    record = json.loads((tmp_path / "config.json").read_text())["moonshot"]
+    assert record["shrink"]["blocks"] == list(report.blocks)
+    assert record["compaction"]["parameters"] == list(report.parameters)
+    assert "smaller checkpoint" in (tmp_path / "README.md").read_text()
+
+
+def test_removed_blocks_alone_leave_the_other_weights():
+    model = make("llama")
+    config = dataclasses.replace(CONFIG, targets=["q_proj", "o_proj", "down_proj"], ignore=["layers.1"])
+    pruner, report = shrunk(model=model, config=config, parameters=0.8)
+    assert set(report.refused) == {"model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"}
+    assert report.blocks and not report.widths
+    expected, _ = remove_blocks(model, report.blocks)
+    assert torch.equal(logits(pruner.model), logits(expected))
+    assert pruner.report.compaction["config"]["num_hidden_layers"] == [3, 2]
+
+
+def test_bytes_are_those_of_the_weights():
+    pruner, report = shrunk(bytes=13_000, model=make("llama").to(torch.bfloat16))
+    assert sum(each.nbytes for each in pruner.model.parameters()) == report.bytes[1] <= 13_000
+
+
+def test_the_predicted_latency_is_that_of_the_smaller_model(seconds_by_size):
+    _, report = shrunk(latency=0.7, batch_shape=(1, 8))
+    assert report.unit == "seconds" and report.chosen.cost <= report.budget == pytest.approx(0.7 * report.dense)
+    assert report.batch_shape == (1, 8)
+    assert report.seconds == pytest.approx((1e-6 * report.parameters[0], 1e-6 * report.parameters[1]))
+    assert report.chosen.cost == pytest.approx(report.seconds[1])
+
+
+def test_the_error_of_an_impossible_target_has_the_least_reachable_value():
+    with pytest.raises(MoonshotError, match="parameters=0.01: the smallest configuration has") as caught:
+        shrunk(parameters=0.01)
+    least = int(str(caught.value).split(" has ")[1].split(" ")[0].replace(",", ""))
+    _, report = shrunk(parameters=least)
+    assert report.parameters[1] == least
+    with pytest.raises(MoonshotError, match="the smallest configuration"):
+        shrunk(parameters=least - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"solver": "sparsegpt", "pattern": "unstructured", "sparsity": 0.5}, "structured"),
+        ({"sparsity": 0.5}, "leave it at 0"),
+        ({"allocation": {"down_proj": 0.5}}, "allocation"),
+    ],
+)
+def test_configurations_that_are_refused(changes, message):
+    with pytest.raises(MoonshotError, match=message):
+        shrunk(config=dataclasses.replace(CONFIG, **changes), parameters=0.7)
+
+
+@pytest.mark.parametrize("place", ["decide", "prune_model", "compact_pruned", "model_latency"])
+def test_a_failure_leaves_the_model_and_the_pruner_unchanged(monkeypatch, seconds_by_size, place):
+    model = make("llama")
+    before, config = weights(model), copy.deepcopy(model.config.to_dict())
+    pruner = MoonshotPruner(model, CONFIG)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(run, place, fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        pruner.shrink(BATCHES, latency=0.8, progress=False)
+    assert pruner.model is model and pruner.report is None
+    assert_same(model, before)
+    assert model.config.to_dict() == config
+
+
+def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch, tmp_path):
+    _, first = shrunk(parameters=0.7, resume_dir=tmp_path)
+
+    def fail(*args, **kwargs):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(calibration_loss, "mean_loss", fail)
+    monkeypatch.setattr(trials, "mean_loss", fail)
+    monkeypatch.setattr(run, "_solve", fail)
+    pruner, second = shrunk(parameters=0.7, resume_dir=tmp_path)
+    assert dataclasses.replace(second) == first
+    _, other = shrunk(parameters=0.9, resume_dir=tmp_path)
+    assert other.chosen.loss <= first.chosen.loss
+    pruner.save_pretrained(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_set_of_blocks_that_the_architecture_does_not_allow_is_avoided_with_the_reason(monkeypatch):
+    def refuse(model, blocks):
+        raise MoonshotError("no such configuration")
+
+    monkeypatch.setattr(run, "remove_blocks", refuse)
+    _, report = shrunk(parameters=0.65)
+    assert not report.blocks
+    monkeypatch.undo()
+    _, allowed = shrunk(parameters=0.65)
+    if allowed.blocks:
+        assert "no such configuration" in "".join(report.refused.values())
+
+
+def test_the_report_is_a_table_and_json():
+    _, report = shrunk(parameters=0.7)
+    assert ShrinkReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    assert min(each.loss for each in report.considered) == pytest.approx(report.chosen.loss)
+    assert all(each.cost <= report.budget for each in report.considered)
+    assert f"{report.parameters[1]:,} parameters" in report.table()
+
+
+def test_calibration_by_an_iterator_is_read_twice():
+    pruner = MoonshotPruner(make("llama"), CONFIG)
+    report = pruner.shrink(iter(BATCHES), parameters=0.7, progress=False)
+    assert report == shrunk(parameters=0.7)[1]
+
+
+def test_allocation_by_name_gives_neurons_and_heads_separate_sparsities():
+    model = make("llama")
+    config = dataclasses.replace(CONFIG, allocation={"down_proj": 0.25, "o_proj": 0.5})
+    report = MoonshotPruner(model, config).prune(BATCHES, progress=False)
+    assert {layer.name.split(".")[-1]: layer.sparsity for layer in report.layers} == {"o_proj": 0.5, "down_proj": 0.25}
+    with pytest.raises(MoonshotError, match="between 0 and 1 with structured"):
+        dataclasses.replace(CONFIG, allocation={"down_proj": "2:4"})
+
+
+def test_the_command_is_registered():
+    assert "shrink" in [each.name for each in MoonshotCommand.SUBCOMMANDS]
+
+
+def test_blocks_that_cannot_be_scored_stay_with_the_reason(monkeypatch):
+    def refuse(prepared):
+        raise MoonshotError("it maps [2] to [3]")
+
+    monkeypatch.setattr(trials, "score_blocks", refuse)
+    _, report = shrunk(parameters=0.8)
+    assert report.refused["blocks"] == "it maps [2] to [3]" and not report.blocks
+
+
+@pytest.mark.parametrize(("ignore", "lam"), [("o_proj", 1.0), ("down_proj", 0.5)])
+def test_the_default_lambda_has_the_fisher_loss_only_if_heads_leave(ignore, lam):
+    config = dataclasses.replace(CONFIG, ignore=[ignore])
+    pruner, report = shrunk(config=config, parameters=0.9)
+    assert len(report.widths) == 1
+    (width,) = report.widths.values()
+    expected = lam if width[0] != width[1] else 1.0
+    assert {layer.lam for layer in pruner.report.layers} == {expected}
