@@ -91,7 +91,7 @@ class Trials:
         if not self.variants:
             self._solve()
         variant, names = self.variants[trial], {layer.name for layer in layers}
-        part = Variant(variant.selection, variant.store)
+        part = Variant(self.prepared.model, variant.selection, variant.store)
         part.skipped = {layer.name: "" for layer in variant.selection.layers if layer.name not in names}
         return part.applied()
 
