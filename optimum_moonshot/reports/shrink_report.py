@@ -46,7 +46,7 @@ class ShrinkReport:
 
     def line(self) -> str:
         """One line of text."""
-        changes = [f"{name} {before} → {after}" for name, (before, after) in self.widths.items()]
+        changes = [f"{name} {before} → {after}" for name, (before, after) in self.widths.items() if before != after]
         changes += [f"without blocks {', '.join(map(str, self.blocks))}"] if self.blocks else []
         before, after = self.parameters
         latency = "" if self.seconds is None else "; {:.3g} → {:.3g} ms".format(*(1e3 * each for each in self.seconds))
