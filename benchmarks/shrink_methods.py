@@ -9,8 +9,9 @@ Every cell starts from the dense model in float32 and the same 128 × 256 calibr
 model of at most so many parameters (the mixture: the nearest number of experts; whole blocks: as few as suffice).
 "one-shot" stops there. "block-wise" is `recover="blockwise"`, for this package's cells. "distilled" trains all
 parameters end to end on the calibration tokens towards the dense model's logits, the same for every method.
-Seconds, and tokens per second of a forward pass (8 × 256 tokens) and of greedy generation (64 tokens), are those of the
-processor time of one thread, which other processes of the machine do not change much.
+Tokens per second of a forward pass (8 × 256 tokens) and of greedy generation (64 tokens) are those of the processor
+time of one thread, which other processes change less than the elapsed time. So are the seconds of a cell, about 4 of
+which are its evaluation.
 """
 
 import argparse

@@ -23,18 +23,19 @@ def picture(results: dict, methods: list[str], path: Path) -> None:
     dense = results["dense"]
     for recovery, style in STYLES.items():
         for index, method in enumerate(methods):
-            points = {}
+            points: dict[tuple[str, float], list[tuple[float, float]]] = {}
             for row in results["cells"]:
                 if row["step"] == f"{method}, {recovery}":
-                    points.setdefault((row["parameters"], row["lam"]), []).append(row["perplexity"])
-            least: dict[int, float] = {}
-            for (parameters, _), values in points.items():
-                least[parameters] = min(least.get(parameters, float("inf")), statistics.fmean(values))
+                    share = row["parameters"] / dense["parameters"]
+                    points.setdefault((row["setting"], row["lam"]), []).append((row["perplexity"], share))
+            least: dict[str, tuple[float, float]] = {}  # over λ
+            for (setting, _), pairs in points.items():
+                perplexity, share = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+                least[setting] = min(least.get(setting, (float("inf"), 1.0)), (perplexity, share))
             if least:
-                line = sorted((parameters / dense["parameters"], value) for parameters, value in least.items())
-                axes.plot(
-                    *zip(*line, strict=True), style, marker="o", ms=4, color=f"C{index}", label=f"{method}, {recovery}"
-                )
+                values, shares = zip(*least.values(), strict=True)
+                label = f"{method}, {recovery}"
+                axes.plot(shares, values, style, marker="o", ms=4, color=f"C{index}", label=label)
     axes.axhline(dense["perplexity"], color="grey", lw=0.8)
     axes.set(xlabel="share of the parameters", ylabel="held-out perplexity", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")
