@@ -41,12 +41,14 @@ class ShrinkReport:
     parameters: tuple[int, int]  # before and after
     bytes: tuple[int, int]  # of the parameters
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # part that cannot leave → reason
+    hidden_size: tuple[int, int] | None = None  # before and after, if it changes
     batch_shape: tuple[int, int] | None = None  # samples and tokens, for a target in seconds
     seconds: tuple[float, float] | None = None  # of a forward pass before and after, for a target in seconds
 
     def line(self) -> str:
         """One line of text."""
         changes = [f"{name} {before} → {after}" for name, (before, after) in self.widths.items() if before != after]
+        changes += [] if self.hidden_size is None else ["hidden size {} → {}".format(*self.hidden_size)]
         changes += [f"without blocks {', '.join(map(str, self.blocks))}"] if self.blocks else []
         before, after = self.parameters
         latency = "" if self.seconds is None else "; {:.3g} → {:.3g} ms".format(*(1e3 * each for each in self.seconds))
@@ -78,7 +80,9 @@ class ShrinkReport:
         """The entry in a model's configuration."""
         widths = {name: list(change) for name, change in self.widths.items()}
         target = {"unit": self.unit, "budget": self.budget, "dense": self.dense}
-        return {**target, "blocks": list(self.blocks), "widths": widths, "predicted_loss": self.chosen.loss}
+        hidden = {} if self.hidden_size is None else {"hidden_size": list(self.hidden_size)}
+        parts = {"blocks": list(self.blocks), "widths": widths, **hidden}
+        return {**target, **parts, "predicted_loss": self.chosen.loss}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is its inverse."""
@@ -92,7 +96,7 @@ class ShrinkReport:
             MoonshotError: a field that is missing, unknown, or of another type.
         """
         check_fields(cls, values)
-        fields = with_tuples(dict(values), "blocks", "parameters", "bytes", "batch_shape", "seconds")
+        fields = with_tuples(dict(values), "blocks", "parameters", "bytes", "hidden_size", "batch_shape", "seconds")
         fields["chosen"] = Candidate.from_dict(values["chosen"])
         fields["considered"] = tuple(map(Candidate.from_dict, values["considered"]))
         fields["widths"] = {name: tuple(change) for name, change in values["widths"].items()}

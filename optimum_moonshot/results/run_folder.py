@@ -31,15 +31,8 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
-CURVES, LAYERS, MEASURED, RECOVERED, ROTATION, SAMPLES, TRAINING = (
-    "curves",
-    "layers",
-    "measured",
-    "recovered",
-    "rotation",
-    "samples",
-    "training",
-)
+CURVES, LAYERS, MEASURED, RECOVERED = "curves", "layers", "measured", "recovered"
+ROTATION, SAMPLES, TRAINING = "rotation", "samples", "training"
 _MANIFEST, _LOCK, _EARLIER = "run.json", "run.lock", "earlier"
 _KINDS = (CURVES, LAYERS, MEASURED, RECOVERED, ROTATION, SAMPLES, TRAINING)
 _INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, Option, Text, require
-from ..model.calls import Forward, called_by, frozen
+from ..model.calls import Forward, called_by, evaluation_mode, frozen
 from ..model.compaction import Compaction
 from ..model.depth import BlockRemoval, remove_blocks
 from ..model.layers import find_blocks, visited
@@ -25,9 +25,13 @@ from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
+from ..reports.shrink_report import Candidate, ShrinkReport
 from ..results.run_folder import RunFolder
-from ..shrinking.decision import Decision, Tables, decide, measure_tables, without_set
+from ..rotation.width import WidthReduction, cut_stream
+from ..shrinking.decision import Decision, Tables, alternatives, decide, measure_tables, without_set
+from ..shrinking.hidden import HiddenSizes, hidden_sizes
 from ..shrinking.latency import model_latency
+from ..shrinking.losses import HIDDEN
 from ..shrinking.target import Target
 from ..shrinking.trials import Trials
 from ..shrinking.widths import find_widths
@@ -57,6 +61,13 @@ class Shrinking:
         assert isinstance(self.subject.model, PreTrainedModel)
         return self.subject.model
 
+    @property
+    def teacher(self) -> PreTrainedModel:
+        """The model that a distillation reproduces: the dense one, before any part left."""
+        teacher = self.subject.teacher or self.model
+        assert isinstance(teacher, PreTrainedModel)
+        return teacher
+
     def folder(self, name: str) -> Path | None:
         return None if self.resume_dir is None else self.resume_dir / name
 
@@ -64,7 +75,7 @@ class Shrinking:
         self, decision: Decision, model: Any, removal: BlockRemoval | None
     ) -> tuple[PreTrainedModel, PruneReport]:
         """Prune and compact the copy of the model that has the remaining blocks, and report the decision."""
-        with called_by(model, self.forward):
+        with called_by(model, self.forward), evaluation_mode(self.teacher):
             model, report = _pruned(self, decision, model, removal)
         _complete(self, decision, model, report)
         return model, report
@@ -74,7 +85,26 @@ class Shrinking:
         if self.resume_dir is not None:
             for folder in self.resume_dir.glob("*/"):
                 RunFolder.remove_all(folder)
+            for folder in (self.resume_dir / "narrowed").glob("*/"):
+                RunFolder.remove_all(folder)
+            RunFolder.remove_all(self.resume_dir / "narrowed")
             RunFolder.remove_all(self.resume_dir)
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrowed:
+    """A model with a smaller hidden size, with the predicted increase of its loss."""
+
+    model: PreTrainedModel
+    reduction: WidthReduction
+    loss: float
+    refused: Mapping[str, str]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Parameters and their bytes."""
+        parameters = list(self.model.parameters())
+        return sum(each.numel() for each in parameters), sum(each.nbytes for each in parameters)
 
 
 @enough_memory()
@@ -99,20 +129,107 @@ def shrink_model(
         calibration = list(calibration)
     folder = None if resume_dir is None else Path(resume_dir)
     run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
-    tables, measured = measure_parts(run)
-    deciding = time.perf_counter() - started
+    tables, hidden, measured = measure_parts(run)
+    narrowed = narrow(hidden, tables, target)
+    if narrowed is None:
+        tables = dataclasses.replace(tables, refused={**tables.refused, **hidden.refused})
+        model, report = remove_parts(run, tables, measured)
+    else:
+        model, report = shrink_narrowed(run, tables, narrowed, measured)
+    deciding = time.perf_counter() - started - report.seconds["total"]
+    report.seconds = {"decision": deciding, **report.seconds, "total": time.perf_counter() - started}
+    return model, report, run.discard
+
+
+def remove_parts(run: Shrinking, tables: Tables, measured: Mapping[str, float]) -> tuple[PreTrainedModel, PruneReport]:
+    """Decide which blocks, neurons and heads leave, and remove them.
+
+    Raises:
+        MoonshotError: as `shrink_model`.
+    """
     while True:
-        decision = decide(tables, target, measured)
+        decision = decide(tables, run.target, measured)
         try:
-            model, removal = without_blocks(subject.model, decision.blocks)
+            model, removal = without_blocks(run.subject.model, decision.blocks)
             break
         except MoonshotError as error:
             if not decision.blocks:
                 raise
             tables = without_set(tables, decision.blocks, str(error))
-    model, report = run.apply(decision, model, removal)
-    report.seconds = {"decision": deciding, **report.seconds, "total": time.perf_counter() - started}
-    return model, report, run.discard
+    return run.apply(decision, model, removal)
+
+
+def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | None:
+    """The model with the hidden size of the least predicted loss; None if that is its own.
+
+    Raises:
+        MoonshotError: no combination reaches the target.
+    """
+    while True:
+        best = hidden.best(tables, target)
+        if best is None:
+            costs = tables.costs_of(target)
+            raise target.unreachable(tables.program(costs).least_cost().cost * hidden.least, costs.dense)
+        size, loss = best
+        if size == hidden.width or hidden.stream is None:
+            return None
+        try:
+            model, reduction = cut_stream(hidden.stream, size)
+        except MoonshotError as error:
+            hidden = hidden.without(size, str(error))
+        else:
+            return Narrowed(model, reduction, loss, hidden.refused)
+
+
+def shrink_narrowed(
+    run: Shrinking, tables: Tables, narrowed: Narrowed, measured: Mapping[str, float]
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Remove further parts of a model with a smaller hidden size, unless that reaches the target already.
+
+    Raises:
+        MoonshotError: as `shrink_model`.
+    """
+    costs, reduction = tables.costs_of(run.target), narrowed.reduction
+    budget, removed = run.target.budget(costs.dense), reduction.hidden_size[0] - reduction.hidden_size[1]
+    subject = dataclasses.replace(run.subject, model=narrowed.model, teacher=run.teacher)
+    smaller = dataclasses.replace(
+        run, subject=subject, target=Target(run.target.field, budget), resume_dir=run.folder("narrowed")
+    )
+    count, size = narrowed.sizes
+    left = count if run.target.field == "parameters" else size
+    if left <= budget:
+        nothing = Candidate((), {}, 0.0, left)
+        alone = ShrinkReport(costs.unit, budget, left, nothing, (), {}, (), {}, (count, count), (size, size))
+        model, report = smaller.apply(Decision((), {}, count, alone), narrowed.model, None)
+    else:
+        parts, _, others = measure_parts(smaller)
+        model, report = remove_parts(smaller, parts, others)
+    shrunk = report.shrink
+    assert shrunk is not None and report.compaction is not None
+    chosen = Candidate(
+        (HIDDEN, *shrunk.chosen.allowed),
+        {HIDDEN: removed, **shrunk.chosen.removed},
+        narrowed.loss + shrunk.chosen.loss,
+        shrunk.chosen.cost,
+    )
+    after = {f"{HIDDEN} {reduction.hidden_size[1]}, {name}": value for name, value in shrunk.measured.items()}
+    report.shrink = dataclasses.replace(
+        shrunk,
+        dense=costs.dense,
+        chosen=chosen,
+        hidden_size=reduction.hidden_size,
+        considered=(*alternatives(tables.program(costs), budget), chosen),
+        measured={**measured, **after},
+        parameters=(round(tables.parameters.dense), shrunk.parameters[1]),
+        bytes=(round(tables.bytes.dense), shrunk.bytes[1]),
+        refused={**tables.refused, **narrowed.refused, **shrunk.refused},
+    )
+    report.compaction |= {
+        "config": {**{name: list(change) for name, change in reduction.config.items()}, **report.compaction["config"]},
+        "parameters": [round(tables.parameters.dense), model.num_parameters()],
+    }
+    attach_decision(model, report)
+    return model, report
 
 
 def _check(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
@@ -131,8 +248,8 @@ def _check(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
     require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
 
 
-def measure_parts(run: Shrinking) -> tuple[Tables, dict[str, float]]:
-    """The tables of losses and costs, and all measurements."""
+def measure_parts(run: Shrinking) -> tuple[Tables, HiddenSizes, dict[str, float]]:
+    """The tables of losses and costs, the losses of hidden sizes, and all measurements."""
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
@@ -146,7 +263,8 @@ def measure_parts(run: Shrinking) -> tuple[Tables, dict[str, float]]:
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
             tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape)
-            return tables, trials.measurements.values
+            hidden = hidden_sizes(prepared, trials, subject.loss, run.target)
+            return tables, hidden, trials.measurements.values
         finally:
             trials.release()
 
@@ -178,8 +296,12 @@ def _pruned(
     heads = any(level and width.members[0][1].size > 1 for width, level in decision.levels.items())
     lam = run.config.lam if run.config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
     config = dataclasses.replace(run.config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
-    subject = dataclasses.replace(run.subject, model=model)
+    without = config.recover is not None and config.recover != "distill" and not any(decision.levels.values())
+    config = dataclasses.replace(config, recover=None) if without else config
+    subject = dataclasses.replace(run.subject, model=model, teacher=run.teacher)
     report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
+    if without:
+        report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads left the blocks")
     before = decision.report.parameters[0]
     compaction = Compaction({}, {}, {}, (before, model.num_parameters()))
     if any(decision.levels.values()):
@@ -200,5 +322,11 @@ def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report
         seconds = (shrunk.dense, model_latency(model, run.batch_shape))
         shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
     report.shrink = shrunk
-    record = PruningRecord.require_of(model)
-    dataclasses.replace(record, compaction=report.compaction, shrink=shrunk.summary()).attach(model)
+    attach_decision(model, report)
+
+
+def attach_decision(model: PreTrainedModel, report: PruneReport) -> None:
+    """Note the decision and the changes of the configuration in the model's record."""
+    assert report.shrink is not None
+    record, summary = PruningRecord.require_of(model), report.shrink.summary()
+    dataclasses.replace(record, compaction=report.compaction, shrink=summary).attach(model)

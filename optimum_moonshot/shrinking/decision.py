@@ -119,7 +119,7 @@ def decision_of(
         chosen=_candidate(program, chosen, [each.name for each in program.dimensions]),
         blocks=tables.sets.sets[options[0]],
         widths={width.name: (width.count, width.count - level) for width, level in levels.items()},
-        considered=tuple(_alternatives(program, budget)),
+        considered=tuple(alternatives(program, budget)),
         measured=dict(measured),
         parameters=(round(tables.parameters.dense), after[0]),
         bytes=(round(tables.bytes.dense), after[1]),
@@ -135,7 +135,7 @@ def without_set(tables: Tables, blocks: tuple[int, ...], reason: str) -> Tables:
     return dataclasses.replace(tables, sets=sets, refused={**tables.refused, name: reason})
 
 
-def _alternatives(program: Program, budget: float) -> list[Candidate]:
+def alternatives(program: Program, budget: float) -> list[Candidate]:
     """The best choice of every set of dimensions that reaches the budget; sets with the same choice once."""
     names = [each.name for each in program.dimensions]
     best: dict[tuple[int, ...], Candidate] = {}

@@ -27,6 +27,7 @@ TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
 # The largest fraction of the blocks that may leave.
 MOST_BLOCKS = 0.5
 BLOCKS = "blocks"  # the name of their dimension
+HIDDEN = "hidden size"
 
 
 class Measured(Protocol):

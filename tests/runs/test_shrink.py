@@ -43,6 +43,63 @@ def logits(model):
         return model.eval()(**BATCHES[0]).logits
 
 
+def low_rank(name="llama"):
+    """A model whose residual stream has half as many dimensions as its width, so that a narrower one is equal."""
+    torch.manual_seed(0)
+    model = make(name)
+    width = model.config.hidden_size
+    basis = torch.linalg.qr(torch.randn(width, width))[0][:, : width // 2]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1)
+        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight @ basis @ basis.T)
+        for block in model.model.layers:
+            for module in (block.self_attn.o_proj, block.mlp.down_proj):
+                module.weight.copy_(basis @ basis.T @ module.weight)
+    return model
+
+
+def test_the_hidden_size_leaves_where_the_stream_has_directions_to_spare(tmp_path):
+    model = low_rank()
+    pruner, report = shrunk(model=model, parameters=0.5)
+    small = pruner.model
+    assert report.hidden_size == (16, 8) and report.parameters[1] == small.num_parameters()
+    assert small.num_parameters() <= model.num_parameters() // 2
+    torch.testing.assert_close(logits(small), logits(model), atol=1e-3, rtol=1e-3)
+    pruner.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["moonshot"]["shrink"]["hidden_size"] == [16, 8] and record["hidden_size"] == 8
+    assert torch.equal(logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(small))
+    assert PruneReport.load(tmp_path).shrink == report
+
+
+def test_hidden_size_and_other_parts_leave_together():
+    pruner, report = shrunk(model=low_rank(), parameters=0.3)
+    assert report.hidden_size == (16, 8) and (report.blocks or any(a < b for b, a in report.widths.values()))
+    assert report.parameters[1] == pruner.model.num_parameters() <= 0.3 * report.parameters[0]
+    assert report.chosen.allowed[0] == "hidden size" and report.chosen.removed["hidden size"] == 8
+
+
+def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one():
+    """Where the hidden size alone leaves, the model without it would be its own teacher, at a divergence of 0."""
+    config = dataclasses.replace(CONFIG, recover="distill", recover_steps=4)
+    model = make("llama")
+    pruner, report = shrunk(model=model, config=config, parameters=0.8)
+    (distilled,) = pruner.report.recovery
+    assert report.hidden_size == (16, 12) and report.chosen.allowed == ("hidden size",)
+    assert distilled.name == "model" and 0.01 < distilled.loss_before >= distilled.loss_after
+    assert not model.training and pruner.model.num_parameters() == report.parameters[1]
+
+
+@pytest.mark.parametrize("blockwise", ["blockwise", "gradual"])
+def test_block_wise_recovery_has_nothing_to_tune_where_the_hidden_size_alone_leaves(blockwise):
+    config = dataclasses.replace(CONFIG, recover=blockwise, recover_steps=4)
+    pruner, _ = shrunk(config=config, parameters=0.8)
+    assert not pruner.report.recovery
+    assert any(note.startswith(f"recover='{blockwise}' had nothing to tune") for note in pruner.report.notes)
+
+
 @pytest.mark.parametrize(("name", "share"), [("llama", 0.9), ("llama", 0.6), ("gpt2", 0.7)])
 def test_the_budget_is_not_exceeded_and_plain_transformers_loads_an_equal_model(tmp_path, name, share):
     model = make(name)
@@ -66,7 +123,8 @@ def test_removed_blocks_alone_leave_the_other_weights():
     model = make("llama")
     config = dataclasses.replace(CONFIG, targets=["q_proj", "o_proj", "down_proj"], ignore=["layers.1"])
     pruner, report = shrunk(model=model, config=config, parameters=0.8)
-    assert set(report.refused) == {"model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"}
+    stay = {"model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj", "hidden size"}
+    assert set(report.refused) == stay
     assert report.blocks and not report.widths
     expected, _ = remove_blocks(model, report.blocks)
     assert torch.equal(logits(pruner.model), logits(expected))
