@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -144,8 +145,8 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
     return result | {"pruned": len(report.layers), "skipped": dict(reasons), "notes": list(report.notes)}
 
 
-def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
-    """`survey` in a separate process, killed after `limit` seconds."""
+def isolated(family: tuple[str, str, str], limit: int, verbose: bool, work: Callable[..., dict] = survey) -> dict:
+    """The work for a family in a separate process, killed after `limit` seconds."""
     reading, writing = os.pipe()
     started = time.perf_counter()
     child = os.fork()
@@ -158,7 +159,7 @@ def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
         if not verbose:
             os.dup2(quiet, 2)
         try:
-            result = survey(*family)
+            result = work(*family)
         except MoonshotError as error:
             result = {"refused": str(error)}
         except BaseException as error:

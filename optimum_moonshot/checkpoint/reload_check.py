@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import MoonshotError, reason, require
 from ..progress import without_transformers_bars
-from .weight_files import EXPLICIT, Tensors, described_layers, is_packed_checkpoint, read_config
+from .weight_files import EXPLICIT, Tensors, described_layers, is_packed_checkpoint, read_config, read_shapes
 
 
 def check_reloads(model: PreTrainedModel, folder: Path) -> None:
@@ -53,12 +52,12 @@ def _meta_tensors(folder: Path) -> Tensors:
     """The tensors of a checkpoint on the meta device, packed weights as in a dense one."""
     tensors = Tensors()
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            layers = described_layers(file.metadata())
-            packed = {stored for name, layer in layers.items() for stored in layer.names(name)}
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys() if name not in packed}  # noqa: SIM118
-        for name, shape in {**shapes, **{name: layer.shape for name, layer in layers.items()}}.items():
-            tensors[name] = torch.empty(tuple(shape), device="meta")
+        metadata, shapes = read_shapes(path)
+        layers = described_layers(metadata)
+        packed = {stored for name, layer in layers.items() for stored in layer.names(name)}
+        shapes = {name: shape for name, shape in shapes.items() if name not in packed}
+        shapes |= {name: layer.shape for name, layer in layers.items()}
+        tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return tensors
 
 

@@ -47,6 +47,7 @@ def save_model(
     plain = not hasattr(model, "save_pretrained")
     if isinstance(report, RotationReport):
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
+    check_path("directory", directory)
     read = {folder for files in source_files(model) for folder in files.folders}
     message, hint = "the offloaded weights of the model are read from there", "give another folder"
     require(Path(directory).resolve() not in read, message, field="directory", value=directory, hint=hint)

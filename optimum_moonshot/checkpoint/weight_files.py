@@ -174,6 +174,15 @@ def read_header(path: Path) -> tuple[dict[str, str], frozenset[str]]:
     return metadata, frozenset(header)
 
 
+def read_shapes(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The metadata of a new safetensors file, and the shapes of its tensors; safetensors opens no path of any bytes."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", {})
+    return metadata, {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
 def sort_metadata(path: Path) -> None:
     """Sort the metadata of a new file, so that equal weights are equal bytes: safetensors writes it in random order."""
     with path.open("r+b") as file:

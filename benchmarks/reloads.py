@@ -1,0 +1,137 @@
+"""Reloads of all model families: a tiny model of each is pruned, rotated or not, saved, and loaded by transformers.
+
+    python benchmarks/reloads.py                          # all of them; results/reloads.json
+    python benchmarks/reloads.py --only llama t5 vit      # run a few again
+
+The models are those of architectures.py, in float32 and bfloat16, with distinct gains and biases, pruned to 2:4. Each
+is saved dense and packed; plain `from_pretrained` must report no missing or unexpected weight, and compute the same.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from architectures import KINDS, batches, families, isolated, with_images
+from common import RESULTS, machine, parser
+from tiny_configs import tiny_config
+from torch.utils._pytree import tree_leaves
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.model.calls import run_model
+
+DTYPES = ("float32", "bfloat16")
+FORMATS = ("dense", "packed")
+NO_SMALLER = "packing makes no layer smaller"  # an error of some tiny models
+
+
+@torch.no_grad()
+def outputs(model, batch) -> list[torch.Tensor]:
+    """The floating-point outputs of a model."""
+    return [leaf for leaf in tree_leaves(run_model(model, batch)) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+
+
+def difference(model, batch, expected) -> float:
+    """The largest relative difference of a model's outputs from the expected ones."""
+    pairs = zip(outputs(model, batch), expected, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
+
+
+def tiny_model(kind: str, model_type: str, class_name: str, dtype: str = "float32"):
+    """A tiny model with distinct gains and biases, and batches of its inputs."""
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(tiny_config(model_type, class_name)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    model.to(getattr(torch, dtype))
+    data = batches(kind, model)
+    try:
+        outputs(model, data[0])
+    except MoonshotError:
+        if kind != "multimodal":
+            raise
+        data = [with_images(batch, model) for batch in data]
+    return model, data
+
+
+def reload(kind: str, model_type: str, class_name: str, dtype: str, rotated: bool) -> dict:
+    """Prune, save and load a tiny model; for each format the difference, and the weights that loading reports."""
+    try:
+        model, data = tiny_model(kind, model_type, class_name, dtype)
+    except MoonshotError:
+        raise
+    except Exception as error:  # inconsistent sizes, or a package that is not installed
+        return {"not made": f"{type(error).__name__}: {error}".strip()[:200]}
+    rotation = dict(rotation="learned", rotation_steps=1, rotation_weights="equal") if rotated else {}
+    config = MoonshotConfig(solver="magnitude", pattern="2:4", lam=1.0, num_samples=4, batch_size=2, **rotation)
+    pruner = MoonshotPruner(model, config)
+    report = pruner.prune(data, progress=False)
+    expected, result = outputs(model, data[0]), {}
+    if rotated:
+        result["untied bytes"] = report.rotation.untied_bytes
+    load = transformers.PreTrainedModel.from_pretrained.__func__  # some classes read other files too
+    for format in FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                pruner.save_pretrained(folder, format=format)
+            except MoonshotError as error:
+                result[format] = {"not saved": str(error)}
+                continue
+            loaded, info = load(type(model), folder, dtype="auto", output_loading_info=True)
+            reported = {name: sorted(map(str, names)) for name, names in info.items() if names}
+            result[format] = {"difference": difference(loaded.eval(), data[0], expected), **reported}
+    return result
+
+
+def failed(result: dict) -> bool:
+    """Whether a model was saved that plain transformers does not load, or that then computes something else."""
+    if "error" in result:
+        return True
+    for saved in (result[format] for format in FORMATS if format in result):
+        exact = saved.keys() == {"difference"} and saved["difference"] == 0
+        if not exact and NO_SMALLER not in saved.get("not saved", ""):
+            return True
+    return False
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", nargs="*", help="model types; their entries in the file are replaced")
+    arguments.add_argument("--dtypes", nargs="*", default=DTYPES, choices=DTYPES)
+    arguments.add_argument("--seconds", type=int, default=300, help="for one model")
+    arguments.add_argument("--output", default=str(RESULTS / "reloads.json"))
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    output = Path(given.output)
+    previous = json.loads(output.read_text(encoding="utf-8"))["results"] if output.exists() else []
+    everything = {(each["kind"], each["class"], each["dtype"], each["rotated"]): each for each in previous}
+    for rotated in (True, False):
+        for dtype in given.dtypes:
+            for family in families(list(KINDS)):
+                if given.only and family[1] not in given.only:
+                    continue
+                result = isolated(family, given.seconds, False, partial(reload, dtype=dtype, rotated=rotated))
+                result = {**result, "dtype": dtype, "rotated": rotated}
+                everything[family[0], family[2], dtype, rotated] = result
+                print(f"{family[2]:50} {dtype:9} {rotated!s:5} {'FAILED' if failed(result) else ''}", flush=True)
+                results = list(everything.values())
+                text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
+                output.write_text(json.dumps(text, indent=1), encoding="utf-8")
+    counts = Counter((each["dtype"], each["rotated"], outcome(each)) for each in everything.values())
+    for key, count in sorted(counts.items()):
+        print(*key, count)
+
+
+def outcome(result: dict) -> str:
+    """How a model is counted."""
+    if failed(result):
+        return "failed"
+    return next((field for field in ("not made", "refused") if field in result), "reloaded")
+
+
+if __name__ == "__main__":
+    main()
