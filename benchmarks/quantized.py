@@ -6,7 +6,8 @@
     python benchmarks/quantized.py --show               # the table and the picture of the existing results
 
 Each cell is one run of the product in float32, as in beyond.py. Bits per weight are those of a 16-bit checkpoint with
-one scale per 128 inputs. A setting "2.5 bits" is an allocation of sparsity and bits to matrices by that budget.
+one scale per 128 inputs. A setting "2.5 bits" is an allocation of sparsity and bits to matrices by that budget. The
+package offers no 2 bits: "dense, 2" has the codes -1, 0 and 1 by the same solver, for comparison.
 """
 
 import statistics
@@ -25,17 +26,20 @@ from common import RESULTS, parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot.objective import grid
 
 GROUP, SCALE_BITS = 128, 16
 PATTERNS = ("dense", "2:4", "0.5", "0.6", "0.7", "0.8")
 BITS = (16, 8, 4, 3)
 BUDGETS = ("2 bits", "2.5 bits", "3 bits", "3.5 bits")
 SETTINGS = (
+    "dense, 2",
     *(f"{pattern}, {bits}" for pattern in PATTERNS for bits in BITS if pattern != "dense" or bits < 16),
     *BUDGETS,
 )
 STEPS = ("SparseGPT", "one-shot", "recovered")
 LAMBDAS = (1.0, 0.9, 0.5)
+grid.BITS, grid._FRACTIONS[2] = (8, 4, 3, 2), (0.3, 36)
 
 
 def configuration(setting: str, step: str, lam: float, seed: int) -> MoonshotConfig | None:
@@ -107,7 +111,7 @@ def picture(results: dict, path: Path) -> None:
     first, last = panels[0], panels[-1]
     for axes, step in zip(panels, steps, strict=True):
         for pattern in (*PATTERNS, "by budget"):
-            names = BUDGETS if pattern == "by budget" else [f"{pattern}, {bits}" for bits in BITS]
+            names = BUDGETS if pattern == "by budget" else [f"{pattern}, {bits}" for bits in (*BITS, 2)]
             points = sorted(point for name in names for point in best_point(results, name, step))
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=pattern)
