@@ -21,7 +21,7 @@ DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that are fields of a configuration for that reason.
 SHARED_OPTIONS = ("damping", "block_size")
 # Defaults of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
-RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.01)}
+RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
 
 
 class _SolverDefault(float):
@@ -105,7 +105,7 @@ class MoonshotConfig:
             stopping. "gradual" takes a tenth of them after each of its first five stages, the others after the last.
             None is 150, for "distill" 300.
         recover_lr: initial learning rate of these steps, as a fraction of the root mean square of a parameter's
-            surviving weights, with cosine decay to 0. None is 0.05, for "distill" 0.01.
+            surviving weights, with cosine decay to 0. None is 0.05, for "distill" 0.003.
         rotation: "learned" changes the basis of the residual stream and of the attention heads before pruning, by
             orthogonal matrices that preserve the function of the model, are learned to reduce the loss of pruning, and
             are merged into the weights. "heads" keeps the residual stream, and so tied embeddings. None does neither.

@@ -125,7 +125,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "rotation_rows": {"type": int, "help": "rows of each matrix that --rotation uses (all); fewer are faster"},
     "recover_lr": {
         "type": float,
-        "help": "initial learning rate of --recover, relative to the weights (0.05; distill: 0.01)",
+        "help": "initial learning rate of --recover, relative to the weights (0.05; distill: 0.003)",
     },
 }
 
