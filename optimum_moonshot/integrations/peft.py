@@ -77,7 +77,7 @@ def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **k
     weight = getattr(base, kwargs.get("parameter_name") or WEIGHT, None)
     if not isinstance(weight, Tensor) or not is_pruned(weight):
         return None
-    _check_config(config)
+    _check_start(config)
     module: Any = dispatch(target, adapter_name, config=config, **kwargs)
     _check(kwargs.get("target_name") or "a pruned layer", module)
     _mask(module)
@@ -136,7 +136,7 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     """
     require(isinstance(model, PeftModel), f"model is a {type(model).__name__}: give what get_peft_model returns")
     for config in model.peft_config.values():
-        _check_config(config)
+        _check_start(config)
     sparse = _adapters(model, [layer.parameter for layer in dense_pruned(model)])
     on_packed = [each for each in _all_adapters(model) if isinstance(_base(each[1]), PackedLinear)]
     sparse += [(name, module) for name, module in on_packed if is_pruned(_weight(module))]
@@ -199,12 +199,13 @@ def _check(name: str, module: Any) -> None:
         supported = type(module) in (*_MASKED, *_MASKED.values())
         kind = f"{type(module).__module__.split('.')[2]} {type(module).__name__}"
         require(supported, f"a PEFT {kind} adapter cannot keep the zeros of a pruned layer", hint=HINT)
+        merges = getattr(_base(module), "bias", None) is not None or not any(module.lora_bias.values())
+        message = "the layer has no bias, into which that of the adapter could be merged"
+        require(merges, message, field="lora_bias", value=True, hint="set it to False")
         _check_variants(module)
 
 
-def _check_config(config: PeftConfig) -> None:
-    bias = getattr(config, "lora_bias", False)
-    require(not bias, "masked adapters have no bias", field="lora_bias", value=bias, hint="set it to False")
+def _check_start(config: PeftConfig) -> None:
     start = str(getattr(config, "init_lora_weights", ""))
     require(
         not start.lower().startswith(MOVING),
@@ -232,7 +233,7 @@ class _Masked(nn.Module):
         return change * self.keep
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        _check_config(config)
+        _check_start(config)
         base: Any = super()
         base.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         with naming("a new adapter"):
@@ -268,7 +269,7 @@ class PackedLoraLinear(Linear):
     """PEFT's LoRA layer on a packed weight [d_out, d_in], beside which it remains."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        _check_config(config)
+        _check_start(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         _check_variants(self)
         self.fan_in_fan_out = False  # Conv1D, too, is packed as [d_out, d_in]

@@ -16,6 +16,7 @@ from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
 from ..objective.linalg import all_finite
 from ..objective.patterns import MixedNM, Pattern, Structured
+from ..reports.record import PruningRecord
 from ..solvers import Solver
 
 # The note on a structured pattern, which cannot have a different sparsity for every layer.
@@ -115,6 +116,8 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     Raises:
         MoonshotError: nothing is chosen, or the pattern fits no layer.
     """
+    if config.rotation is not None:
+        _check_dense(model)
     structure, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
     pattern = config.parsed_pattern
     patterns: Mapping[str, Pattern | MixedNM]
@@ -129,6 +132,21 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Check that a model was not pruned, unless it became smaller and has no zeros to keep.
+
+    Raises:
+        MoonshotError: a rotation would fill the zeros of a pruned model, and leave the grid of a quantized one.
+    """
+    record = PruningRecord.of(model)
+    if record is None:
+        return
+    smaller = record.compaction is not None and not record.compaction.get("zeros") and not record.grids
+    lost = "zeros and quantized weights" if record.grids else "zeros"
+    message = f"the model is pruned already ({record.config['pattern']}), and a rotation would not keep its {lost}"
+    require(smaller, message, field="rotation", hint="rotate the dense model, then prune it")
 
 
 def _fitting(

@@ -159,11 +159,12 @@ class _Dense:
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back."""
-        for weights, changes in self.offloaded:
-            weights.restore(changes)
-        for _, written in self.variant.written():
-            for each in written:
-                if each.name in self.weights:  # none of an offloaded block
+        for offloaded, changes in self.offloaded:
+            offloaded.restore(changes)
+        for weights, written in self.variant.written():
+            replaced = [each for each in written if each.name in self.weights]  # none of an offloaded block
+            with weights.onloaded() if replaced else nullcontext():
+                for each in replaced:
                     each.write(self.weights[each.name])
 
 
@@ -178,9 +179,10 @@ def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
                 for each in written:
                     weights.replace(each.parameter, _parameter(each, variant.store.loader(each.name)))
                 continue
-            for each in written:
-                dense.weights[each.name] = each.matrix.to("cpu", copy=True)
-                each.write(weight(each))
+            with weights.onloaded():
+                for each in written:
+                    dense.weights[each.name] = each.matrix.to("cpu", copy=True)
+                    each.write(weight(each))
     except BaseException:
         dense.restore()
         raise

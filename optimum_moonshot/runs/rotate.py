@@ -18,7 +18,6 @@ from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import learned_in_first
 from ..progress import progress_bar
-from ..reports.record import PruningRecord
 from ..reports.rotation_report import RotationReport
 from ..rotation.basis import Basis, ModelRotation
 from ..rotation.learning import Learned, learn, rotations
@@ -28,8 +27,6 @@ from ..rotation.search import check_invariance, check_same, outputs
 from .rotation_objective import WHERE, PatternsOf, gather, is_rotated, offload_inverses, rotatable_spaces
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..model.layers import PrunableLayer
     from ..objective.patterns import Pattern
     from ..pipeline.variant import Variant
@@ -85,7 +82,6 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
             unchanged.
     """
     config, model = prepared.selection.config, prepared.model
-    _check_dense(model)
     message = "it is learned on calibration data; give some"
     require(prepared.data is not None, message, field="rotation", value=config.rotation)
     started, batch = time.perf_counter(), prepared.probe
@@ -126,21 +122,6 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
         rotated=changed,
     )
     return ModelRotation(report, basis, changes, changed)
-
-
-def _check_dense(model: nn.Module) -> None:
-    """Check that a model was not pruned, unless it became smaller and has no zeros to keep.
-
-    Raises:
-        MoonshotError: a rotation would fill the zeros of a pruned model, and leave the grid of a quantized one.
-    """
-    record = PruningRecord.of(model)
-    if record is None:
-        return
-    smaller = record.compaction is not None and not record.compaction.get("zeros") and not record.grids
-    lost = "zeros and quantized weights" if record.grids else "zeros"
-    message = f"the model is pruned already ({record.config['pattern']}), and a rotation would not keep its {lost}"
-    require(smaller, message, field="rotation", hint="rotate the dense model, then prune it")
 
 
 def _learn(

@@ -90,9 +90,9 @@ def test_methods_need_unstructured_patterns(allocation, pattern):
         MoonshotConfig(allocation=allocation)
 
 
-def test_structured_patterns_refuse_a_dict_and_single_matrices_every_allocation():
-    with pytest.raises(MoonshotError, match="allocation=.*pattern='structured'"):
-        MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5, allocation={"mlp": 0.5})
+def test_structured_patterns_refuse_n_m_and_single_matrices_every_allocation():
+    with pytest.raises(MoonshotError, match="between 0 and 1 with structured pruning"):
+        MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5, allocation={"mlp": "2:4"})
     for allocation in ("owl", {"mlp": 0.5}):
         with pytest.raises(MoonshotError, match="allocation=.*this is a single one; leave it out"):
             prune_weight(

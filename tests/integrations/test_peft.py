@@ -210,10 +210,18 @@ def test_a_configuration_that_masks_from_the_start(name):
     torch.manual_seed(1)
     expected = logits(adapted)
     assert torch.equal(logits(sparse_lora(adapted)), expected)
-    refused = (dict(use_dora=True), "DoraLinearVariant"), (dict(init_lora_weights="pissa"), "pissa")
-    for options, words in (*refused, (dict(lora_bias=True), "lora_bias=True: masked adapters have no bias")):
+    for options, words in ((dict(use_dora=True), "DoraLinearVariant"), (dict(init_lora_weights="pissa"), "pissa")):
         with pytest.raises(MoonshotError, match=words):
             peft.get_peft_model(pruned(name), SparseLoraConfig(**{**settings, **options}))
+
+
+def test_an_adapter_whose_bias_cannot_be_merged_is_refused_at_once():
+    with pytest.raises(MoonshotError, match="q_proj: lora_bias=True: the layer has no bias"):
+        sparse_lora(lora(pruned(), lora_bias=True))
+    adapted = sparse_lora(lora(pruned("gpt2"), lora_bias=True))  # its layers have biases
+    expected = logits(adapted)
+    adapted.merge_adapter()
+    torch.testing.assert_close(logits(adapted), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_training_adapters_without_a_mask_emits_a_warning(tmp_path, caplog):
