@@ -108,13 +108,14 @@ def picture(results: dict, path: Path) -> None:
     steps = [step for step in STEPS if any(row["step"] == step for row in results["cells"])]
     figure, panels = plt.subplots(1, len(steps), figsize=(4.5 * len(steps), 3.8), layout="constrained", sharey=True)
     panels = [panels] if len(steps) == 1 else list(panels)
-    first, last = panels[0], panels[-1]
+    first, lines = panels[0], {}
     for axes, step in zip(panels, steps, strict=True):
-        for pattern in (*PATTERNS, "by budget"):
+        for number, pattern in enumerate((*PATTERNS, "by budget")):
             names = BUDGETS if pattern == "by budget" else [f"{pattern}, {bits}" for bits in (*BITS, 2)]
             points = sorted(point for name in names for point in best_point(results, name, step))
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=pattern)
+                (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{number}")
+                lines.setdefault(pattern, line)
         axes.axhline(results["dense"], color="black", linewidth=0.8, linestyle="--")
         axes.set(title=step, xlabel="bits per weight", xscale="log", xticks=[2, 3, 4, 6, 8], xlim=(1.4, 10))
         axes.get_xaxis().set_major_formatter("{x:g}")
@@ -123,7 +124,7 @@ def picture(results: dict, path: Path) -> None:
     first.set(ylabel="perplexity", yscale="log", yticks=[33, 35, 40, 50, 60, 80])
     first.get_yaxis().set_major_formatter("{x:g}")
     first.minorticks_off()
-    last.legend(frameon=False, fontsize=8)
+    panels[-1].legend(lines.values(), lines, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
