@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from os.path import commonprefix
 from typing import Any
@@ -112,16 +113,21 @@ class ExpertRemoval:
                 tensors[name.removeprefix(prefix)] = each.tensor.index_select(each.axis, kept)
         return tensors
 
+    @contextmanager
+    def removed(self, keep: Mapping[str, Tensor]) -> Iterator[None]:
+        """Meanwhile the model, which is in memory, lacks experts; `keep` is as for `apply`."""
+        with ExitStack() as undo:
+            self._cut(self.sliced.values(), partial(_kept, keep), undo)
+            self._configure(undo)
+            yield
+
     @torch.no_grad()
     def apply(self, keep: Mapping[str, Tensor], finish: Callable[[], None] = lambda: None) -> None:
         """Remove all but some experts (mixture → ascending int64 indices), then `finish`.
 
         On failure of either the model is unchanged.
         """
-
-        def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
-            return tensor.index_select(axis, keep[name].to(tensor.device))
-
+        cut = partial(_kept, keep)
         with ExitStack() as undo:
             for weights, changes in self._by_weights().items():
                 if isinstance(weights, Offloaded):
@@ -211,6 +217,10 @@ class ExpertRemoval:
                 invariant = owner in calls and _agree(modules[owner], permuted, *calls[owner])
                 reason = "its experts cannot be removed: their tokens depend on more than the router's scores"
                 require(invariant, f"{owner}: {reason}")
+
+
+def _kept(keep: Mapping[str, Tensor], tensor: Tensor, axis: int, name: str) -> Tensor:
+    return tensor.index_select(axis, keep[name].to(tensor.device))
 
 
 def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -> Experts:

@@ -118,7 +118,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     data = None
     if calibration is not None and subject.is_main:
         data = read_data(subject, selection, calibration, kept)
-        data = data if offloaded else _with_samples_shown(subject, selection, data)
+        data = data if offloaded else with_samples_shown(subject, selection, data)
     data = ranks.broadcast_object(data)
     if data is None:
         check_without_data(selection)
@@ -159,7 +159,7 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
     return dataclasses.replace(prepared, data=data, block_probe=block_probe)
 
 
-def _with_samples_shown(subject: Subject, selection: Selection, data: CalibrationData) -> CalibrationData:
+def with_samples_shown(subject: Subject, selection: Selection, data: CalibrationData) -> CalibrationData:
     """The data in batches of one sample where some layer's inputs do not show which sample they belong to.
 
     A forward pass of two samples is compared with one of a sample, where it matters: for gradients, or with padding.

@@ -40,7 +40,7 @@ def prune_experts(
             memory. The model is unchanged.
     """
     started, recovering = time.perf_counter(), 0.0
-    selection = _select(subject.model, config)
+    selection = select_experts(subject.model, config)
     prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
     parameters = _count(subject.model)
     with frozen(subject.model):
@@ -84,7 +84,7 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _select(model: nn.Module, config: MoonshotConfig) -> Selection:
+def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
     """The parameters of all experts, as layers: they have to be finite, and the data are observed at them."""
     structure = find_structure(model)
 

@@ -1,6 +1,5 @@
 """Make a model smaller, to a target: measure, decide, remove blocks, prune neurons and heads, compact."""
 
-import copy
 import dataclasses
 import os
 import time
@@ -12,83 +11,30 @@ from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, Option, Text, require
-from ..model.calls import Forward, called_by, evaluation_mode, frozen
-from ..model.compaction import Compaction
-from ..model.depth import BlockRemoval, remove_blocks
-from ..model.layers import find_blocks, visited
+from ..model.calls import Forward, evaluation_mode, frozen
+from ..model.layers import visited
 from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, prepare, sample_folder
+from ..pipeline.inputs import Prepared, prepare, sample_folder, with_samples_shown
 from ..pipeline.selection import Subject, select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import PruneReport
-from ..reports.record import PruningRecord
 from ..reports.shrink_report import Candidate, ShrinkReport
-from ..results.run_folder import RunFolder
 from ..rotation.width import WidthReduction, cut_stream
 from ..shrinking.decision import Decision, Tables, alternatives, decide, measure_tables, without_set
+from ..shrinking.experts import EXPERTS, ExpertCount, find_experts, has_experts
 from ..shrinking.hidden import HiddenSizes, hidden_sizes
-from ..shrinking.latency import model_latency
-from ..shrinking.losses import HIDDEN
+from ..shrinking.losses import HIDDEN, WithoutExperts
 from ..shrinking.target import Target
 from ..shrinking.trials import Trials
 from ..shrinking.widths import find_widths
+from .expert_choice import ExpertTrials
+from .expert_pruning import select_experts
 from .layers import prune_layers
-from .prune import Discard, prune_model
-from .record import compact_pruned
-
-# λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
-# loss, and needs no backward pass without it (benchmarks/results/shrink.json).
-LAM_HEADS, LAM_NEURONS = 0.5, 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shrinking:
-    """A request to make a model smaller."""
-
-    subject: Subject
-    config: MoonshotConfig
-    calibration: Any
-    target: Target
-    batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
-    forward: Forward | None
-    resume_dir: Path | None
-
-    @property
-    def model(self) -> PreTrainedModel:
-        assert isinstance(self.subject.model, PreTrainedModel)
-        return self.subject.model
-
-    @property
-    def teacher(self) -> PreTrainedModel:
-        """The model that a distillation reproduces: the dense one, before any part left."""
-        teacher = self.subject.teacher or self.model
-        assert isinstance(teacher, PreTrainedModel)
-        return teacher
-
-    def folder(self, name: str) -> Path | None:
-        return None if self.resume_dir is None else self.resume_dir / name
-
-    def apply(
-        self, decision: Decision, model: Any, removal: BlockRemoval | None
-    ) -> tuple[PreTrainedModel, PruneReport]:
-        """Prune and compact the copy of the model that has the remaining blocks, and report the decision."""
-        with called_by(model, self.forward), evaluation_mode(self.teacher):
-            model, report = _pruned(self, decision, model, removal)
-        _complete(self, decision, model, report)
-        return model, report
-
-    def discard(self) -> None:
-        """Delete the files of the run."""
-        if self.resume_dir is not None:
-            for folder in self.resume_dir.glob("*/"):
-                RunFolder.remove_all(folder)
-            for folder in (self.resume_dir / "narrowed").glob("*/"):
-                RunFolder.remove_all(folder)
-            RunFolder.remove_all(self.resume_dir / "narrowed")
-            RunFolder.remove_all(self.resume_dir)
+from .prune import Discard
+from .shrink_parts import LAM_HEADS, Shrinking, attach_decision, expert_config, without_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +76,7 @@ def shrink_model(
     folder = None if resume_dir is None else Path(resume_dir)
     run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
     tables, hidden, measured = measure_parts(run)
+    assert hidden is not None
     narrowed = narrow(hidden, tables, target)
     if narrowed is None:
         tables = dataclasses.replace(tables, refused={**tables.refused, **hidden.refused})
@@ -202,7 +149,7 @@ def shrink_narrowed(
         alone = ShrinkReport(costs.unit, budget, left, nothing, (), {}, (), {}, (count, count), (size, size))
         model, report = smaller.apply(Decision((), {}, count, alone), narrowed.model, None)
     else:
-        parts, _, others = measure_parts(smaller)
+        parts, _, others = measure_parts(smaller, narrowed=True)
         model, report = remove_parts(smaller, parts, others)
     shrunk = report.shrink
     assert shrunk is not None and report.compaction is not None
@@ -248,8 +195,8 @@ def _check(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
     require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
 
 
-def measure_parts(run: Shrinking) -> tuple[Tables, HiddenSizes, dict[str, float]]:
-    """The tables of losses and costs, the losses of hidden sizes, and all measurements."""
+def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
+    """The tables of losses and costs, the losses of hidden sizes unless one was `narrowed`, and all measurements."""
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
@@ -260,73 +207,37 @@ def measure_parts(run: Shrinking) -> tuple[Tables, HiddenSizes, dict[str, float]
     assert isinstance(pattern, Structured)
     with frozen(model):
         widths, refused = find_widths(model, prepared.probe, names, pattern.group)
+        experts, kept = _experts(prepared, run.target)
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
-            tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape)
-            hidden = hidden_sizes(prepared, trials, subject.loss, run.target)
+            tables = measure_tables(model, trials, widths, {**refused, **kept}, run.target, run.batch_shape, experts)
+            hidden = None if narrowed else hidden_sizes(prepared, trials, subject.loss, run.target)
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()
+
+
+def _experts(prepared: Prepared, target: Target) -> tuple[tuple[ExpertCount, WithoutExperts] | None, dict[str, str]]:
+    """The experts that may leave with a context for each trial, or the reason why they stay."""
+    model, config = prepared.model, prepared.selection.config
+    assert isinstance(model, PreTrainedModel)
+    if target.field == "latency":
+        reason = "every token passes as many experts as before, so that its latency stays"
+        return None, {EXPERTS: reason} if has_experts(model) else {}
+    with evaluation_mode(model):
+        width, refused = find_experts(model, prepared.probe)
+    if width is None:
+        return None, refused
+    try:
+        selection = select_experts(model, expert_config(config, width.sparsity(width.levels[-1])))
+    except MoonshotError as error:
+        return None, {EXPERTS: str(error)}
+    data = with_samples_shown(prepared.subject, selection, prepared.calibration)
+    trials = ExpertTrials(dataclasses.replace(prepared, selection=selection, data=data), width.removals)
+    return (width, trials.without), {}
 
 
 def _solve(prepared: Prepared, variants: Sequence[Variant]) -> None:
     shown = prepared.subject.progress
     with progress_bar(total=len(prepared.selection.layers), desc="trials", unit="layer", shown=shown) as bar:
         prune_layers(prepared, variants, bar)
-
-
-def without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
-    """A copy of the model without some blocks."""
-    return remove_blocks(model, blocks) if blocks else (copy.deepcopy(model), None)
-
-
-def _pruned(
-    run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
-) -> tuple[PreTrainedModel, PruneReport]:
-    """Prune and compact the copy of the model that has the remaining blocks."""
-    names = [name for name, _ in find_blocks(run.model)]
-    left = [name for index, name in enumerate(names) if index not in decision.blocks]
-    renamed = dict(zip(left, (name for name, _ in find_blocks(model)), strict=True))
-    allocation: dict[str, float | str] = {}
-    for width, level in decision.levels.items():
-        for layer, _ in width.members:
-            for old, new in renamed.items():
-                if layer.name.startswith(f"{old}."):
-                    allocation[new + layer.name.removeprefix(old)] = width.sparsity(level)
-    heads = any(level and width.members[0][1].size > 1 for width, level in decision.levels.items())
-    lam = run.config.lam if run.config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
-    config = dataclasses.replace(run.config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
-    without = config.recover is not None and config.recover != "distill" and not any(decision.levels.values())
-    config = dataclasses.replace(config, recover=None) if without else config
-    subject = dataclasses.replace(run.subject, model=model, teacher=run.teacher)
-    report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
-    if without:
-        report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads left the blocks")
-    before = decision.report.parameters[0]
-    compaction = Compaction({}, {}, {}, (before, model.num_parameters()))
-    if any(decision.levels.values()):
-        model, compaction = compact_pruned(model, report)
-    changes = {**({} if removal is None else removal.config), **compaction.config}
-    compaction = dataclasses.replace(compaction, config=changes, parameters=(before, compaction.parameters[1]))
-    report.compaction = compaction.to_dict()
-    return model, report
-
-
-def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report: PruneReport) -> None:
-    """Check the size of the smaller model, and add the decision to its report and record."""
-    left, expected = model.num_parameters(), decision.parameters
-    message = f"the smaller model has {left:,} parameters, not {expected:,}: the architecture has no such configuration"
-    require(left == expected, message)
-    shrunk = decision.report
-    if run.target.field == "latency":
-        seconds = (shrunk.dense, model_latency(model, run.batch_shape))
-        shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
-    report.shrink = shrunk
-    attach_decision(model, report)
-
-
-def attach_decision(model: PreTrainedModel, report: PruneReport) -> None:
-    """Note the decision and the changes of the configuration in the model's record."""
-    assert report.shrink is not None
-    record, summary = PruningRecord.require_of(model), report.shrink.summary()
-    dataclasses.replace(record, compaction=report.compaction, shrink=summary).attach(model)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..model.layers import PrunableLayer, find_blocks
 from ..model.structured_groups import StructuredGroups
+from .experts import ExpertCount
 from .widths import Width
 
 Size = Callable[[nn.Parameter, int], float]  # (parameter, number of its entries) → cost
@@ -55,6 +56,7 @@ def shape_costs(
     for width in widths:
         by_block = [
             sum(group_cost(layer, groups, layers, size) for layer, groups in width.members if belongs(layer, block))
+            + (width.expert_cost(block, size) if isinstance(width, ExpertCount) else 0.0)
             for block in blocks
         ]
         savings[width.name] = tuple(tuple(each * level for level in width.levels) for each in by_block)

@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
-from ..model.layers import PrunableLayer, find_structure
+from ..model.layers import PrunableLayer, find_blocks, find_structure
 from ..reports.shrink_report import Candidate, ShrinkReport
 from .costs import Costs, shape_costs
+from .experts import ExpertCount
 from .latency import latency_costs
-from .losses import BLOCKS, BlockSets, WidthLosses, block_sets, build_program, width_losses
+from .losses import (
+    BLOCKS,
+    BlockSets,
+    WidthLosses,
+    WithoutExperts,
+    block_sets,
+    build_program,
+    expert_losses,
+    width_losses,
+)
 from .program import Choice, Program
 from .target import Target
 from .trials import Trials
@@ -57,6 +67,7 @@ def measure_tables(
     refused: Mapping[str, str],
     target: Target,
     batch_shape: tuple[int, int],
+    experts: tuple[ExpertCount, WithoutExperts] | None = None,
 ) -> Tables:
     """Measure the losses and costs for a kind of target.
 
@@ -67,11 +78,15 @@ def measure_tables(
         refused: those that cannot, with the reason.
         target: determines whether latencies are measured.
         batch_shape: samples and tokens of a forward pass, for latencies.
+        experts: that can leave, with the context in which those of a trial do.
     """
     structure = find_structure(model)
     layers: dict[str, PrunableLayer] = {layer.name: layer for layer in structure.layers()}
     by_block = [block.layers for block in structure.blocks]
-    losses = tuple(width_losses(trials, width, by_block) for width in widths)
+    losses = [width_losses(trials, width, by_block) for width in widths]
+    if experts is not None:
+        losses.append(expert_losses(trials, *experts, [module for _, module in find_blocks(model)]))
+        widths = [*widths, experts[0]]
     refused = dict(refused)
     try:
         sets = block_sets(trials, len(by_block))
@@ -81,7 +96,7 @@ def measure_tables(
     if target.field == "latency":
         seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
     parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
-    return Tables(tuple(widths), refused, losses, sets, parameters, sizes, seconds)
+    return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds)
 
 
 def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Decision:

@@ -16,18 +16,21 @@ from typing import Protocol
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
+from torch import nn
 
 from ..model.layers import PrunableLayer
-from .costs import Costs
+from .costs import Costs, count_entries
+from .experts import ExpertCount
 from .program import Dimension, Program
-from .widths import Width
+from .widths import TRIALS, Width, trial_levels
 
-# Fractions of the groups of a width at which its loss is measured.
-TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
 # The largest fraction of the blocks that may leave.
 MOST_BLOCKS = 0.5
 BLOCKS = "blocks"  # the name of their dimension
 HIDDEN = "hidden size"
+
+
+WithoutExperts = Callable[[int], AbstractContextManager[None]]  # by the number of the trial
 
 
 class Measured(Protocol):
@@ -66,12 +69,6 @@ class BlockSets:
         return BlockSets(self.sets[:count], self.losses[:count])
 
 
-def trial_levels(width: Width) -> tuple[int, ...]:
-    """The level of a width in each trial: the nearest to the fraction, at least the first."""
-    smallest, *others = width.levels[1:]
-    return tuple(min((smallest, *others), key=lambda level: abs(level - part * width.count)) for part in TRIALS)
-
-
 def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[PrunableLayer]]) -> WidthLosses:
     """Measure a width.
 
@@ -82,12 +79,7 @@ def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[Pru
     """
     dense, members = measured.loss("dense"), [layer for layer, _ in width.members]
     levels = trial_levels(width)
-    points = {0: 0.0}
-    for trial, level in enumerate(levels):
-        if level not in points:
-            key = f"{width.name} without {level}"
-            loss = measured.loss(key, partial(measured.pruned, trial, members)) - dense
-            points[level] = max(loss, *points.values())
+    losses = level_losses(measured, width, lambda trial: measured.pruned(trial, members))
     middle = len(TRIALS) // 2
     shares = []
     for index, layers in enumerate(blocks):
@@ -97,7 +89,40 @@ def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[Pru
         shares.append(max(0.0, measured.loss(key, change) - dense) if inside else 0.0)
     total = sum(shares)
     shares = [each / total for each in shares] if total else [1 / len(blocks)] * len(blocks)
-    return WidthLosses(interpolated(points, width.levels), tuple(shares))
+    return WidthLosses(losses, tuple(shares))
+
+
+def expert_losses(
+    measured: Measured, width: ExpertCount, without: WithoutExperts, blocks: Sequence[nn.Module]
+) -> WidthLosses:
+    """Measure the experts; blocks with a mixture have equal shares, since all lose experts together.
+
+    Args:
+        measured: the model.
+        width: with at least two levels.
+        without: returns a context in which the model lacks the experts of a trial.
+        blocks: of the model.
+    """
+    shares = [float(width.expert_cost(block, count_entries) > 0) for block in blocks]
+    return WidthLosses(level_losses(measured, width, without), tuple(share / sum(shares) for share in shares))
+
+
+def level_losses(
+    measured: Measured, width: Width, changed: Callable[[int], AbstractContextManager[None]]
+) -> tuple[float, ...]:
+    """The loss of every level of a width.
+
+    Args:
+        measured: the model.
+        width: with at least two levels.
+        changed: returns a context with the level of a trial in all blocks.
+    """
+    dense, points = measured.loss("dense"), {0: 0.0}
+    for trial, level in enumerate(trial_levels(width)):
+        if level not in points:
+            loss = measured.loss(f"{width.name} without {level}", partial(changed, trial)) - dense
+            points[level] = max(loss, *points.values())
+    return interpolated(points, width.levels)
 
 
 def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float, ...]:

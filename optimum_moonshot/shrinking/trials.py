@@ -21,8 +21,7 @@ from ..pipeline.variant import Variant, run_parts
 from ..results.run_folder import MEASURED, Parts, RunFolder
 from ..results.store import fingerprint
 from .blocks import BlockScores, score_blocks
-from .losses import TRIALS, trial_levels
-from .widths import Width
+from .widths import TRIALS, Width, trial_levels
 
 # Samples on which losses are measured, spread over the calibration data.
 SAMPLES = 32

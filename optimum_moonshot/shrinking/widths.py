@@ -18,6 +18,8 @@ from ..model.structured_groups import StructuredGroups
 
 # Most neurons that are removed: predictions are unreliable beyond.
 MOST = 0.75
+# Fractions of the groups of a width at which its loss is measured.
+TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
 # Levels of a number of neurons, and the number that remaining ones are a multiple of, for the sake of kernels.
 LEVELS, MULTIPLE = 64, 8
 
@@ -34,6 +36,12 @@ class Width:
 
     def sparsity(self, removed: int) -> float:
         return removed / self.count
+
+
+def trial_levels(width: Width) -> tuple[int, ...]:
+    """The level of a width in each trial: the nearest to the fraction, at least the first."""
+    smallest, *others = width.levels[1:]
+    return tuple(min((smallest, *others), key=lambda level: abs(level - part * width.count)) for part in TRIALS)
 
 
 def find_widths(

@@ -15,7 +15,7 @@ from optimum_moonshot.commands.moonshot import MoonshotCommand
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
 from optimum_moonshot.reports.shrink_report import ShrinkReport
-from optimum_moonshot.runs import shrink as run
+from optimum_moonshot.runs import shrink, shrink_parts
 from optimum_moonshot.shrinking import latency, trials
 
 CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
@@ -176,7 +176,7 @@ def test_a_failure_leaves_the_model_and_the_pruner_unchanged(monkeypatch, second
     def fail(*args, **kwargs):
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(run, place, fail)
+    monkeypatch.setattr(shrink if place == "decide" else shrink_parts, place, fail)
     with pytest.raises(RuntimeError, match="stop"):
         pruner.shrink(BATCHES, latency=0.8, progress=False)
     assert pruner.model is model and pruner.report is None
@@ -192,7 +192,7 @@ def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch
 
     monkeypatch.setattr(calibration_loss, "mean_loss", fail)
     monkeypatch.setattr(trials, "mean_loss", fail)
-    monkeypatch.setattr(run, "_solve", fail)
+    monkeypatch.setattr(shrink, "_solve", fail)
     pruner, second = shrunk(parameters=0.7, resume_dir=tmp_path)
     assert dataclasses.replace(second) == first
     _, other = shrunk(parameters=0.9, resume_dir=tmp_path)
@@ -205,7 +205,7 @@ def test_a_set_of_blocks_that_the_architecture_does_not_allow_is_avoided_with_th
     def refuse(model, blocks):
         raise MoonshotError("no such configuration")
 
-    monkeypatch.setattr(run, "remove_blocks", refuse)
+    monkeypatch.setattr(shrink_parts, "remove_blocks", refuse)
     _, report = shrunk(parameters=0.65)
     assert not report.blocks
     monkeypatch.undo()

@@ -12,9 +12,9 @@ from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.shrinking import latency
 from optimum_moonshot.shrinking.costs import shape_costs
 from optimum_moonshot.shrinking.latency import latency_costs, model_latency
-from optimum_moonshot.shrinking.losses import block_sets, build_program, interpolated, trial_levels, width_losses
+from optimum_moonshot.shrinking.losses import block_sets, build_program, interpolated, width_losses
 from optimum_moonshot.shrinking.target import Target
-from optimum_moonshot.shrinking.widths import find_widths
+from optimum_moonshot.shrinking.widths import find_widths, trial_levels
 
 
 def parts(name):

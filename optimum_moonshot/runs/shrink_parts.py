@@ -1,0 +1,175 @@
+"""Remove the decided parts of a model: blocks of a copy, its experts, then neurons and heads."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..config import MoonshotConfig
+from ..errors import require
+from ..model.calls import Forward, called_by, evaluation_mode
+from ..model.compaction import Compaction
+from ..model.depth import BlockRemoval, remove_blocks
+from ..model.layers import find_blocks
+from ..objective.patterns import Experts
+from ..pipeline.selection import Subject
+from ..reports.prune_report import PruneReport
+from ..reports.record import PruningRecord
+from ..results.run_folder import RunFolder
+from ..shrinking.decision import Decision
+from ..shrinking.experts import ExpertCount
+from ..shrinking.latency import model_latency
+from ..shrinking.target import Target
+from ..shrinking.widths import Width
+from .expert_pruning import prune_experts
+from .prune import prune_model
+from .record import compact_pruned
+
+# λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
+# loss, and needs no backward pass without it (benchmarks/results/shrink.json).
+LAM_HEADS, LAM_NEURONS = 0.5, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrinking:
+    """A request to make a model smaller."""
+
+    subject: Subject
+    config: MoonshotConfig
+    calibration: Any
+    target: Target
+    batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
+    forward: Forward | None
+    resume_dir: Path | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        assert isinstance(self.subject.model, PreTrainedModel)
+        return self.subject.model
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        """The model that a distillation reproduces: the dense one, before any part left."""
+        teacher = self.subject.teacher or self.model
+        assert isinstance(teacher, PreTrainedModel)
+        return teacher
+
+    def folder(self, name: str) -> Path | None:
+        return None if self.resume_dir is None else self.resume_dir / name
+
+    def apply(
+        self, decision: Decision, model: Any, removal: BlockRemoval | None
+    ) -> tuple[PreTrainedModel, PruneReport]:
+        """Prune and compact the copy of the model that has the remaining blocks, and report the decision."""
+        with called_by(model, self.forward), evaluation_mode(self.teacher):
+            model, report = _pruned(self, decision, model, removal)
+        _complete(self, decision, model, report)
+        return model, report
+
+    def discard(self) -> None:
+        """Delete the files of the run."""
+        if self.resume_dir is not None:
+            for folder in self.resume_dir.glob("*/"):
+                RunFolder.remove_all(folder)
+            for folder in (self.resume_dir / "narrowed").glob("*/"):
+                RunFolder.remove_all(folder)
+            RunFolder.remove_all(self.resume_dir / "narrowed")
+            RunFolder.remove_all(self.resume_dir)
+
+
+def without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
+    """A copy of the model without some blocks."""
+    return remove_blocks(model, blocks) if blocks else (copy.deepcopy(model), None)
+
+
+def _pruned(
+    run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune and compact the copy of the model that has the remaining blocks."""
+    levels = {width: level for width, level in decision.levels.items() if not isinstance(width, ExpertCount)}
+    experts = sum(width.sparsity(level) for width, level in decision.levels.items() if isinstance(width, ExpertCount))
+    narrower, recover, reports = any(levels.values()), run.config.recover, list[PruneReport]()
+    if experts:
+        here = None if narrower or recover == "distill" else recover
+        subject = dataclasses.replace(run.subject, model=model)
+        config = expert_config(run.config, experts, here)
+        report, _ = prune_experts(subject, config, run.calibration, run.folder("experts"))
+        reports.append(report)
+    if not experts or narrower or recover == "distill":
+        model, report = _structured(run, levels, _allocation(run, levels, decision.blocks, model), model)
+        report.layers = [*(layer for each in reports for layer in each.layers), *report.layers]
+        reports.append(report)
+    changes = {} if removal is None else {name: list(change) for name, change in removal.config.items()}
+    for each in reports:
+        changes |= {} if each.compaction is None else each.compaction["config"]
+    empty = Compaction({}, {}, {}, (0, 0)).to_dict()
+    parameters = [decision.report.parameters[0], model.num_parameters()]
+    report.compaction = {**empty, **(report.compaction or {}), "config": changes, "parameters": parameters}
+    return model, report
+
+
+def expert_config(config: MoonshotConfig, sparsity: float, recover: str | None = None) -> MoonshotConfig:
+    """The configuration that removes a fraction of the experts.
+
+    Raises:
+        MoonshotError: the configuration has a field that whole experts do not support.
+    """
+    return dataclasses.replace(config, pattern=Experts.kind, sparsity=sparsity, recover=recover)
+
+
+def _allocation(
+    run: Shrinking, levels: Mapping[Width, int], blocks: tuple[int, ...], model: Any
+) -> dict[str, float | str]:
+    """The sparsity of each layer of the copy, whose blocks have other names where some are missing."""
+    names = [name for name, _ in find_blocks(run.model)]
+    left = [name for index, name in enumerate(names) if index not in blocks]
+    renamed = dict(zip(left, (name for name, _ in find_blocks(model)), strict=True))
+    return {
+        new + layer.name.removeprefix(old): width.sparsity(level)
+        for width, level in levels.items()
+        for layer, _ in width.members
+        for old, new in renamed.items()
+        if layer.name.startswith(f"{old}.")
+    }
+
+
+def _structured(
+    run: Shrinking, levels: Mapping[Width, int], allocation: dict[str, float | str], model: Any
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune neurons and heads by an allocation, recover the model, and compact it."""
+    config, narrower = run.config, any(levels.values())
+    heads = any(level and width.members[0][1].size > 1 for width, level in levels.items())
+    lam = config.lam if config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
+    config = dataclasses.replace(config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
+    without = config.recover is not None and config.recover != "distill" and not narrower
+    config = dataclasses.replace(config, recover=None) if without else config
+    subject = dataclasses.replace(run.subject, model=model, teacher=run.teacher)
+    report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
+    if without:
+        report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads left the blocks")
+    if narrower:
+        model, _ = compact_pruned(model, report)
+    return model, report
+
+
+def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report: PruneReport) -> None:
+    """Check the size of the smaller model, and add the decision to its report and record."""
+    left, expected = model.num_parameters(), decision.parameters
+    message = f"the smaller model has {left:,} parameters, not {expected:,}: the architecture has no such configuration"
+    require(left == expected, message)
+    shrunk = decision.report
+    if run.target.field == "latency":
+        seconds = (shrunk.dense, model_latency(model, run.batch_shape))
+        shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
+    report.shrink = shrunk
+    attach_decision(model, report)
+
+
+def attach_decision(model: PreTrainedModel, report: PruneReport) -> None:
+    """Note the decision and the changes of the configuration in the model's record."""
+    assert report.shrink is not None
+    record, summary = PruningRecord.require_of(model), report.shrink.summary()
+    dataclasses.replace(record, compaction=report.compaction, shrink=summary).attach(model)
