@@ -26,6 +26,7 @@ from ..rotation.width import WidthReduction, cut_stream
 from ..shrinking.decision import Decision, Tables, alternatives, decide, measure_tables, without_set
 from ..shrinking.experts import EXPERTS, ExpertCount, find_experts, has_experts
 from ..shrinking.hidden import HiddenSizes, hidden_sizes
+from ..shrinking.latency import model_latency
 from ..shrinking.losses import HIDDEN, WithoutExperts
 from ..shrinking.target import Target
 from ..shrinking.trials import Trials
@@ -51,6 +52,12 @@ class Narrowed:
         """Parameters and their bytes."""
         parameters = list(self.model.parameters())
         return sum(each.numel() for each in parameters), sum(each.nbytes for each in parameters)
+
+    def cost(self, run: Shrinking) -> float:
+        """In the unit of the target."""
+        if run.target.field == "latency":
+            return model_latency(self.model, run.batch_shape)
+        return self.sizes[run.target.field == "bytes"]
 
 
 @enough_memory()
@@ -140,10 +147,10 @@ def shrink_narrowed(
     budget, removed = run.target.budget(costs.dense), reduction.hidden_size[0] - reduction.hidden_size[1]
     subject = dataclasses.replace(run.subject, model=narrowed.model, teacher=run.teacher)
     smaller = dataclasses.replace(
-        run, subject=subject, target=Target(run.target.field, budget), resume_dir=run.folder("narrowed")
+        run, subject=subject, target=Target(run.target.field, budget, in_units=True), resume_dir=run.folder("narrowed")
     )
     count, size = narrowed.sizes
-    left = count if run.target.field == "parameters" else size
+    left = narrowed.cost(run)
     if left <= budget:
         nothing = Candidate((), {}, 0.0, left)
         alone = ShrinkReport(costs.unit, budget, left, nothing, (), {}, (), {}, (count, count), (size, size))
@@ -165,6 +172,7 @@ def shrink_narrowed(
         dense=costs.dense,
         chosen=chosen,
         hidden_size=reduction.hidden_size,
+        seconds=None if shrunk.seconds is None else (costs.dense, shrunk.seconds[1]),
         considered=(*alternatives(tables.program(costs), budget), chosen),
         measured={**measured, **after},
         parameters=(round(tables.parameters.dense), shrunk.parameters[1]),
@@ -211,7 +219,7 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
             tables = measure_tables(model, trials, widths, {**refused, **kept}, run.target, run.batch_shape, experts)
-            hidden = None if narrowed else hidden_sizes(prepared, trials, subject.loss, run.target)
+            hidden = None if narrowed else hidden_sizes(prepared, trials, subject.loss, run.target, run.batch_shape)
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()

@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
 from ..model.losses import Loss
 from ..pipeline.inputs import Prepared
 from ..rotation.stream import Stream, observe_stream
+from ..rotation.width import cut_stream
 from .decision import Tables
+from .latency import model_latency
 from .losses import HIDDEN, interpolated
 from .target import Target
 from .trials import Trials
@@ -30,6 +33,7 @@ class HiddenSizes:
 
     stream: Stream | None  # None: the hidden size stays, for the reason in `refused`
     losses: dict[int, float]
+    costs: dict[int, float]  # of a model with each size, relative to that of the model
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -39,8 +43,8 @@ class HiddenSizes:
 
     @property
     def least(self) -> float:
-        """The smallest size, relative to that of the model."""
-        return min(self.losses) / self.width
+        """The smallest relative cost."""
+        return min(self.costs[size] for size in self.losses)
 
     def without(self, size: int, reason: str) -> "HiddenSizes":
         """Without a size that the architecture does not support."""
@@ -50,12 +54,12 @@ class HiddenSizes:
     def best(self, tables: Tables, target: Target) -> tuple[int, float] | None:
         """The size with which all parts together lose least, and its loss alone; None if no combination fits.
 
-        All matrices become smaller in proportion to the size.
+        All other parts become cheaper in proportion.
         """
         costs, choices = tables.costs_of(target), dict[int, float]()
         program, budget = tables.program(costs), target.budget(costs.dense)
         for size, loss in self.losses.items():
-            within = budget * self.width / size
+            within = budget / self.costs[size]
             rest = 0.0
             if within < costs.dense:
                 choice = program.best(within)
@@ -69,30 +73,59 @@ class HiddenSizes:
         return size, self.losses[size]
 
 
-def hidden_sizes(prepared: Prepared, trials: Trials, loss: Loss | None, target: Target) -> HiddenSizes:
-    """Measure the losses of smaller hidden sizes, by one pass with gradients and a forward pass for each."""
+def hidden_sizes(
+    prepared: Prepared, trials: Trials, loss: Loss | None, target: Target, batch_shape: tuple[int, int]
+) -> HiddenSizes:
+    """Measure the losses of smaller hidden sizes, by one pass with gradients and a forward pass for each.
+
+    Args:
+        prepared: the dense model and its data.
+        trials: measure its losses.
+        loss: of the model, as for `MoonshotPruner`.
+        target: determines whether latencies are measured, of a model of each size.
+        batch_shape: samples and tokens of a forward pass, for latencies.
+    """
     model = prepared.model
     assert isinstance(model, PreTrainedModel)
     embeddings: Any = model.get_input_embeddings()
     own = int(embeddings.weight.shape[1])
-    nothing = {own: 0.0}
-    if target.field == "latency":
-        return HiddenSizes(None, nothing, {HIDDEN: "targets in seconds do not consider it"})
+    nothing, same = {own: 0.0}, {own: 1.0}
     config = prepared.selection.config
     if config.targets is not None or config.ignore:
-        return HiddenSizes(None, nothing, {HIDDEN: "it changes every layer, and targets or ignore leave some out"})
+        reason = "it changes every layer, and targets or ignore leave some out"
+        return HiddenSizes(None, nothing, same, {HIDDEN: reason})
     try:
         stream = observe_stream(model, prepared.batches, prepared.probe, LAM, loss)
     except MoonshotError as error:
-        return HiddenSizes(None, nothing, {HIDDEN: str(error)})
+        return HiddenSizes(None, nothing, same, {HIDDEN: str(error)})
     dense = trials.loss("dense")
-    points = {own: 0.0}
+    points, costs, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
     for sixteenths in MEASURED:
         size = own * sixteenths // 16
         measured = trials.loss(f"{HIDDEN} {size}", partial(stream.narrowed, size))
-        points[size] = max(0.0, measured - dense)
-    step = max(1, own // STEPS)
-    sizes = tuple(range(own, own // 2 - 1, -step))
-    removed = {own - size: loss for size, loss in points.items()}
-    losses = interpolated(removed, [own - size for size in sizes])
-    return HiddenSizes(stream, dict(zip(sizes, losses, strict=True)))
+        points[own - size] = max(0.0, measured - dense)
+        if target.field != "latency":
+            costs[own - size] = size / own
+            continue
+        try:
+            costs[own - size] = _latency(stream, size, trials, batch_shape)
+        except MoonshotError as error:  # the architecture may allow other sizes
+            refused[f"{HIDDEN} {size}"] = str(error)
+    if len(costs) == 1:
+        return HiddenSizes(None, nothing, same, refused)
+    sizes = tuple(range(own, own - max(costs) - 1, -max(1, own // STEPS)))
+    removed = [own - size for size in sizes]
+    losses = dict(zip(sizes, interpolated(points, removed), strict=True))
+    relative = np.minimum.accumulate(np.interp(removed, list(costs), list(costs.values())))
+    return HiddenSizes(stream, losses, dict(zip(sizes, map(float, relative), strict=True)))
+
+
+def _latency(stream: Stream, size: int, trials: Trials, batch_shape: tuple[int, int]) -> float:
+    """The latency of a model with a hidden size, relative to that of the dense model."""
+
+    def measure(size: int) -> float:
+        return model_latency(cut_stream(stream, size)[0], batch_shape)
+
+    keep = trials.measurements.keep
+    dense = keep("seconds", lambda: model_latency(stream.model, batch_shape))
+    return keep(f"seconds of {HIDDEN} {size}", partial(measure, size)) / dense

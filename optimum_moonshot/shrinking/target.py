@@ -19,6 +19,7 @@ class Target:
 
     field: str
     value: float
+    in_units: bool = False  # the value is a number in `unit`, and the model may be small enough already
 
     @classmethod
     def of(cls, **values: Any) -> "Target":
@@ -48,6 +49,8 @@ class Target:
         Raises:
             MoonshotError: it is not less than the dense model's.
         """
+        if self.in_units:
+            return self.value
         timed = self.field == "latency"
         budget = self.value * dense if self.value <= 1 else self.value / (1000 if timed else 1)
         budget = budget if timed else math.floor(budget)

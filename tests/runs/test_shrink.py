@@ -16,7 +16,7 @@ from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
 from optimum_moonshot.reports.shrink_report import ShrinkReport
 from optimum_moonshot.runs import shrink, shrink_parts
-from optimum_moonshot.shrinking import latency, trials
+from optimum_moonshot.shrinking import hidden, latency, trials
 
 CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
 BATCHES = token_batches(8)
@@ -144,6 +144,12 @@ def test_the_predicted_latency_is_that_of_the_smaller_model(seconds_by_size):
     assert report.chosen.cost == pytest.approx(report.seconds[1])
 
 
+def test_the_hidden_size_leaves_for_a_latency(seconds_by_size):
+    pruner, report = shrunk(model=low_rank(), latency=0.4, batch_shape=(1, 8))
+    assert report.hidden_size == (16, 8) and report.seconds[1] <= report.budget == pytest.approx(0.4 * report.dense)
+    assert report.seconds == pytest.approx((1e-6 * report.parameters[0], 1e-6 * pruner.model.num_parameters()))
+
+
 def test_the_error_of_an_impossible_target_has_the_least_reachable_value():
     with pytest.raises(MoonshotError, match="parameters=0.01: the smallest configuration has") as caught:
         shrunk(parameters=0.01)
@@ -176,6 +182,10 @@ def test_a_failure_leaves_the_model_and_the_pruner_unchanged(monkeypatch, second
     def fail(*args, **kwargs):
         raise RuntimeError("stop")
 
+    def refuse(*args, **kwargs):
+        raise MoonshotError("the hidden size stays")
+
+    monkeypatch.setattr(hidden, "observe_stream", refuse)
     monkeypatch.setattr(shrink if place == "decide" else shrink_parts, place, fail)
     with pytest.raises(RuntimeError, match="stop"):
         pruner.shrink(BATCHES, latency=0.8, progress=False)
