@@ -17,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from block_losses import BlockLosses
 from common import RESULTS, write
 from quality import DEMO, demo_parser
 from scipy.stats import spearmanr
@@ -28,7 +29,6 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
-from optimum_moonshot.shrinking.block_losses import BlockLosses
 from optimum_moonshot.shrinking.blocks import BlockScores, score_blocks
 
 ROOT = Path(__file__).parents[1]

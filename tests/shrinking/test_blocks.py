@@ -2,9 +2,11 @@
 
 from itertools import combinations
 
+import block_losses
 import pytest
 import torch
 import transformers as hf
+from block_losses import BlockLosses
 from blockwise_statistics import sample_loss
 from models import image_batches, make, spread, token_batches
 from offloaded_models import offloaded
@@ -14,8 +16,6 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
-from optimum_moonshot.shrinking import block_losses
-from optimum_moonshot.shrinking.block_losses import BlockLosses
 from optimum_moonshot.shrinking.blocks import BlockScores, score_blocks
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.batches import Batch, batch_size, spread_samples
-from ..errors import require
-from ..model.calls import first_tensor, frozen, model_device, run_model, to_device
-from ..model.depth import skipping
-from ..model.layers import onloaded_in_turn
-from ..model.losses import sample_losses
-from ..pipeline.block_probe import Extras, passing_on
-from ..pipeline.block_sequences import is_sequential
-from ..pipeline.inputs import Prepared
+from optimum_moonshot.data.batches import Batch, batch_size, spread_samples
+from optimum_moonshot.errors import require
+from optimum_moonshot.model.calls import first_tensor, frozen, model_device, run_model, to_device
+from optimum_moonshot.model.depth import skipping
+from optimum_moonshot.model.layers import onloaded_in_turn
+from optimum_moonshot.model.losses import sample_losses
+from optimum_moonshot.pipeline.block_probe import Extras, passing_on
+from optimum_moonshot.pipeline.block_sequences import is_sequential
+from optimum_moonshot.pipeline.inputs import Prepared
 
 # Samples, and most sets of blocks of which `BlockLosses.select` predicts all.
 SAMPLES, EXACT = 16, 128
