@@ -150,6 +150,7 @@ def other_device(free=2**30):
         "free_bytes": lambda device: free,
         "peak_bytes": lambda device: 0,
         "reset_peak": lambda device: None,
+        "wait_for": lambda device: None,
     }
     with ExitStack() as stack:
         for name, function in patches.items():

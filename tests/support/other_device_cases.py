@@ -1,15 +1,21 @@
-"""A program of every kind of run on a second device, one line of output for each: see test_other_device.py."""
+"""A program of every kind of run on a second device, one line of output for each: see test_other_device.py.
+
+The device is simulated, or with --cuda a GPU.
+"""
 
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 
+import other_device as simulated
 import torch
 from models import image_batches, make, token_batches
-from other_device import DEVICE, Elsewhere, moved, other_device
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, prune_weight
 
+CUDA = "--cuda" in sys.argv
+DEVICE = torch.device("cuda", 0) if CUDA else simulated.DEVICE
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
 FREE = {"pattern": "unstructured", "sparsity": 0.5}
 # Caches move to the host, and statistics are gathered in several rounds.
@@ -39,14 +45,27 @@ RUNS = {
 }
 
 
+def other_device():
+    """Context in which the device exists."""
+    return nullcontext() if CUDA else simulated.other_device()
+
+
+def moved(model):
+    """The model on the device."""
+    return model.to(DEVICE) if CUDA else simulated.moved(model)
+
+
+def on_host(tensor):
+    return tensor.inner if isinstance(tensor, simulated.Elsewhere) else tensor.cpu()
+
+
 def batches_of(name, **options):
     return image_batches(**options) if name in ("resnet", "vit") else token_batches(**options)
 
 
 def weights(model):
     """All parameters on the host."""
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    return [each.inner if isinstance(each, Elsewhere) else each for each in parameters]
+    return [on_host(parameter.detach()) for parameter in model.parameters()]
 
 
 def difference(model, other):
@@ -99,7 +118,8 @@ def one_matrix():
     with other_device():
         pruned = prune_weight(*(t.to(DEVICE) for t in (weight, inputs.T @ inputs, gradients)), config=config)
         assert pruned.weight.device == DEVICE
-    return float((pruned.weight.inner - expected.weight).abs().max()), int((pruned.keep.inner != expected.keep).sum())
+    weight, keep = on_host(pruned.weight), on_host(pruned.keep)
+    return float((weight - expected.weight).abs().max()), int((keep != expected.keep).sum())
 
 
 def mixed():
@@ -117,13 +137,14 @@ def main():
     torch.set_num_threads(1)
     cases = {"mixed": mixed, "one matrix": one_matrix, "sweep": sweep}
     cases |= {key: lambda run=run: case_of(*run) for key, run in RUNS.items()}
-    for key in sys.argv[1:] or cases:
+    chosen = [argument for argument in sys.argv[1:] if argument != "--cuda"]
+    for key in chosen or cases:
         try:
             worst, zeros = cases[key]()
             row = {"worst": worst, "zeros": zeros}
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {error}"[:600]}
-            if sys.argv[1:]:
+            if chosen:
                 raise
         print(json.dumps({"case": key, **row}), flush=True)
 
