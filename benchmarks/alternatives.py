@@ -26,10 +26,8 @@ class Int4(nn.Module):
         codes = (blocks / scale).round().clamp(-7, 7).add(8).flatten(1).int()
         if codes.is_cuda:
             pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-            packed, self.multiply = (
-                torch.ops.aten._convert_weight_to_int4pack(pairs, 8),
-                torch.ops.aten._weight_int4pack_mm,
-            )
+            packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+            self.multiply = torch.ops.aten._weight_int4pack_mm
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
             self.multiply = torch.ops.aten._weight_int4pack_mm_for_cpu

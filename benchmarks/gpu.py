@@ -107,9 +107,7 @@ def table(results: dict) -> str:
 
 def main(arguments: list[str] | None = None) -> dict:
     options = parser(__doc__)
-    options.add_argument(
-        "--minutes", type=float, default=1e6, help="in all; a piece that does not fit is left for later"
-    )
+    options.add_argument("--minutes", type=float, default=1e6, help="in all; the rest is left for the next call")
     options.add_argument("--only", nargs="+", help=f"of {' '.join(pieces())}")
     options.add_argument("--tiny", action="store_true", default=not torch.cuda.is_available(), help="tiny shapes")
     options.add_argument("--output", type=Path, help="the JSON file")
