@@ -18,6 +18,8 @@ CUDA = "--cuda" in sys.argv
 DEVICE = torch.device("cuda", 0) if CUDA else simulated.DEVICE
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
 FREE = {"pattern": "unstructured", "sparsity": 0.5}
+# Tensors of the simulated device cannot stand in for experts.
+EXPERTS = {"experts": ("mixtral", {"lam": 0.9}), "experts, tight": ("mixtral", {"lam": 0.9, "max_memory": 60_000})}
 # Caches move to the host, and statistics are gathered in several rounds.
 TIGHT = {"max_memory": 20_000}
 RUNS = {
@@ -40,6 +42,10 @@ RUNS = {
     "recompute, tight": ("llama", {"lam": 0.9, "recompute": True, **TIGHT}),
     "recovery": ("llama", {"lam": 0.9, "recover": "blockwise", "recover_steps": 3, "max_memory": 60_000}),
     "gradual recovery": ("llama", {"lam": 0.9, "recover": "gradual", "recover_steps": 3}),
+    "distillation": ("llama", {"lam": 0.9, "recover": "distill", "recover_steps": 3}),
+    "a rotation": ("llama", {"lam": 0.9, "rotation": "learned", "rotation_steps": 3}),
+    "a scaled rotation": ("llama", {"lam": 0.9, "rotation": "learned", "rotation_steps": 3, **FREE}),
+    "4 bits": ("llama", {"lam": 0.9, "bits": 4}),
     "convolutions": ("resnet", {"lam": 0.5}),
     "a vision transformer": ("vit", {"lam": 0.5, "solver": "obc", **FREE}),
 }
@@ -136,7 +142,7 @@ def mixed():
 def main():
     torch.set_num_threads(1)
     cases = {"mixed": mixed, "one matrix": one_matrix, "sweep": sweep}
-    cases |= {key: lambda run=run: case_of(*run) for key, run in RUNS.items()}
+    cases |= {key: lambda run=run: case_of(*run) for key, run in (RUNS | (EXPERTS if CUDA else {})).items()}
     chosen = [argument for argument in sys.argv[1:] if argument != "--cuda"]
     for key in chosen or cases:
         try:
