@@ -47,8 +47,8 @@ SHAPES = {
     "tiny": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, vocab_size=96, tie_word_embeddings=True),
 }  # fmt: skip
-# The deepest model of which a run fits into a piece; the seconds of all layers follow from two depths.
-DEPTHS = {"13b": (4, 12)}
+# Decoder layers of two shorter runs, where a whole one may not fit into a piece; its seconds follow from theirs.
+DEPTHS = (4, 12)
 # d_out, d_in of Llama-3's attention and MLP.
 MATRICES = [(4096, 4096), (14336, 4096), (4096, 14336)]
 BITMASK = ["2:4", "4:8", "16:32", "0.5", "0.8"]
@@ -113,17 +113,17 @@ def planned_run(model: torch.nn.Module, config: MoonshotConfig, data: list[dict]
     yield row
 
 
-def language(name: str, fields: dict, tiny: bool) -> Rows:
+def language(name: str, fields: dict, depths: tuple[int, int] | None, tiny: bool) -> Rows:
     """Prune a Llama of some shape, all of it or two depths."""
     shape = SHAPES["tiny" if tiny else name]
     sizes = {"num_samples": 4, "sequence_length": 16} if tiny else {"num_samples": 128, "sequence_length": 2048}
     config = MoonshotConfig(**{**fields, **sizes})
     ids = torch.randint(shape["vocab_size"], tuple(sizes.values()), generator=torch.Generator().manual_seed(0))
     data, rows = [{"input_ids": part} for part in ids.split(config.batch_size)], []
-    if name not in DEPTHS:
+    if depths is None:
         yield from planned_run(llama(shape), config, data)
         return
-    depths = (1, 2) if tiny else DEPTHS[name]
+    depths = (1, 2) if tiny else depths
     for depth in depths:
         for row in planned_run(llama({**shape, "num_hidden_layers": depth}), config, data):
             yield {**row, "seconds": None, "summary": f"{depth} decoder layers"}
@@ -132,17 +132,17 @@ def language(name: str, fields: dict, tiny: bool) -> Rows:
 
 
 def extrapolated(depths: tuple[int, int], rows: list[dict], layers: int) -> dict:
-    """The figures of all decoder layers, linear in the depth."""
-    (first, second), (few, more) = depths, rows
+    """The seconds of all decoder layers, linear in the depth; memory is not, once caches move to the host."""
 
     def at(key: str) -> float | None:
-        if few.get(key) is None or more.get(key) is None:
+        few, more = (row.get(key) for row in rows)
+        if few is None or more is None:
             return None
-        return more[key] + (more[key] - few[key]) / (second - first) * (layers - second)
+        return more + (more - few) / (depths[1] - depths[0]) * (layers - depths[1])
 
-    keys = ("seconds", "peak", "planned_seconds", "planned_peak")
     measured = ", ".join(f"{depth}: {row['seconds']:.1f} s" for depth, row in zip(depths, rows, strict=True))
-    return {**{key: at(key) for key in keys}, "summary": f"extrapolated to {layers} layers from {measured}"}
+    seconds = {key: at(key) for key in ("seconds", "planned_seconds")}
+    return {**seconds, "summary": f"extrapolated to {layers} layers from {measured}", "runs": rows}
 
 
 def image(make: Callable[[], torch.nn.Module], side: int, samples: int, fields: dict) -> Rows:
@@ -332,8 +332,8 @@ def pieces() -> dict[str, Piece]:
     half, nm = {"sparsity": 0.5}, {"pattern": "2:4"}
     aims = {"1b": 60, "3b": 180, "13b": 600}
 
-    def run(name: str, fields: dict, lam: float) -> Piece:
-        return Piece(partial(language, name, {**fields, "lam": lam}), aims[name])
+    def run(name: str, fields: dict, lam: float, depths: tuple[int, int] | None = None) -> Piece:
+        return Piece(partial(language, name, {**fields, "lam": lam}, depths), aims[name])
 
     return {
         "tests-kernels": Piece(partial(tests, gpu_tests, few)),
@@ -347,19 +347,20 @@ def pieces() -> dict[str, Piece]:
         "deit-base": Piece(partial(deit, 512), 60),
         "3b-2:4-0.9": run("3b", nm, 0.9),
         "rotation-8b": Piece(learned_rotation, 60),
-        "13b-2:4-0.9": run("13b", nm, 0.9),
-        "13b-2:4-1": run("13b", nm, 1.0),
+        "13b-2:4-0.9": run("13b", nm, 0.9, DEPTHS),
+        "13b-2:4-1": run("13b", nm, 1.0, DEPTHS),
         "3b-2:4-1": run("3b", nm, 1.0),
         "generate": Piece(generated),
         "1b-0.5-0.9": run("1b", half, 0.9),
         "1b-0.5-1": run("1b", half, 1.0),
         "kernels-torch": Piece(semi_structured),
+        "13b-2:4-0.9-whole": run("13b", nm, 0.9),
         "tests-all": Piece(partial(tests, ["-m", "not slow"], few)),
-        "1b-one-shot": Piece(partial(language, "1b", recipe("2:4", "one-shot", {}))),
+        "1b-one-shot": Piece(partial(language, "1b", recipe("2:4", "one-shot", {}), None)),
         "3b-0.5-0.9": run("3b", half, 0.9),
         "3b-0.5-1": run("3b", half, 1.0),
-        "13b-0.5-0.9": run("13b", half, 0.9),
-        "13b-0.5-1": run("13b", half, 1.0),
+        "13b-0.5-0.9": run("13b", half, 0.9, DEPTHS),
+        "13b-0.5-1": run("13b", half, 1.0, DEPTHS),
         "resnet-50-4096": Piece(partial(resnet, 4096), 120),
         "deit-base-4096": Piece(partial(deit, 4096), 60),
         "tests-slow": Piece(partial(tests, ["-m", "slow"], few)),
