@@ -1,6 +1,6 @@
 """Quantized linear layers of torch and torchao, which the benchmarks compare with packed ones; groups of 128 inputs.
 
-"torch int4pack" and "torch int8pack" call torch's kernels for CPUs directly. "torchao …" are the layers of
+"torch int4pack" and "torch int8pack" call torch's kernels directly. "torchao …" are the layers of
 `torchao.quantization.quantize_`, which is optional (`pip install torchao --no-deps`; torchao 0.18 for torch 2.13).
 """
 
@@ -24,13 +24,20 @@ class Int4(nn.Module):
         blocks = linear.weight.detach().float().unflatten(1, (-1, GROUP))
         scale = blocks.abs().amax(-1, keepdim=True) / 7
         codes = (blocks / scale).round().clamp(-7, 7).add(8).flatten(1).int()
-        self.register_buffer("codes", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
+        if codes.is_cuda:
+            pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+            packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+            self.multiply = torch.ops.aten._weight_int4pack_mm
+        else:
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            self.multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        self.register_buffer("codes", packed)
         scale = scale[..., 0].T.to(linear.weight.dtype)
         self.register_buffer("scale", torch.stack([scale, torch.zeros_like(scale)], -1).contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        outputs = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, GROUP, self.scale)
+        outputs = self.multiply(flat, self.codes, GROUP, self.scale)
         return outputs.view(*x.shape[:-1], -1)
 
 
@@ -91,14 +98,14 @@ def convert_layers(name: str, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def available(names: Iterable[str]) -> list[str]:
+def available(names: Iterable[str], device: str = "cpu") -> list[str]:
     """The names without the alternatives that fail here, whose reasons are printed."""
     working = []
     for name in names:
         try:
             if name in ALTERNATIVES:
-                linear = nn.Linear(256, 64, bias=False, dtype=torch.bfloat16)
-                converted(name, linear)(torch.randn(2, 256, dtype=torch.bfloat16))
+                linear = nn.Linear(256, 64, bias=False, dtype=torch.bfloat16, device=device)
+                converted(name, linear)(torch.randn(2, 256, dtype=torch.bfloat16, device=device))
         except Exception as error:  # other libraries can raise anything
             print(f"without {name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
         else:

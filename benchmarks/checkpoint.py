@@ -166,17 +166,17 @@ def checkpoints(options) -> dict:
     return results
 
 
-def latencies(device: str) -> dict:
+def latencies(device: str, models: dict = SHAPES, numbers: tuple[int, ...] = TOKENS) -> dict:
     """Milliseconds of one forward pass by shape and tokens; None and the reason if torch has no 2:4 product."""
     results = {}
-    for name, shapes in SHAPES.items():
+    for name, shapes in models.items():
         for d_out, d_in in shapes:
             linear = torch.nn.Linear(d_in, d_out, bias=False, device=device, dtype=torch.bfloat16)
             with torch.no_grad():
                 linear.weight.mul_(NM(2, 4).keep(linear.weight.abs().float()))
             reason = unsupported(linear, PackedLayer((d_out, d_in), False, "2:4", "bfloat16"))
             sparse = None if reason else torch.sparse.to_sparse_semi_structured(linear.weight.detach())
-            for tokens in TOKENS:
+            for tokens in numbers:
                 inputs = torch.randn(tokens, d_in, device=device, dtype=torch.bfloat16)
                 entry = {"dense_ms": milliseconds(inputs, linear.weight), "not_2:4_because": reason}
                 entry["semi_structured_ms"] = None if reason else milliseconds(inputs, sparse)

@@ -35,10 +35,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from optimum_moonshot import load_pruned
+from optimum_moonshot.devices import wait_for
 
 DENSE = "dense"
 PACKED = ["2:4", "2:4 int8", "2:4 int4", "2:4 int3", "0.6 int8", "0.6 int4", "0.8", "0.8 int8", "0.8 int4", "int4"]
 QUANTIZED = {"settings": [DENSE, *PACKED, *ALTERNATIVES], "prompt": 512, "name": "quantized_generate"}
+SIZES = dict(hidden_size=2048, intermediate_size=8192, vocab_size=32_000, num_attention_heads=32, num_key_value_heads=8)
 CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -46,13 +48,12 @@ def runtime_of(setting: str) -> str:
     return setting if setting in (DENSE, *ALTERNATIVES) else "packed"
 
 
-def make(root: Path, settings: list[str], layers: int) -> None:
+def make(root: Path, settings: list[str], layers: int, sizes: dict[str, int] = SIZES) -> None:
     """Save a checkpoint of each packed setting, and a dense one, in folders of `root` by their place in `settings`."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, vocab_size=32_000)
-    heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=2048)
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=2048, tie_word_embeddings=True)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+    model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     save(model, root / DENSE, "dense")
     for place, setting in enumerate(settings):
@@ -106,12 +107,15 @@ def serve(connection, setting: str, root: Path, place: int) -> None:
 @torch.inference_mode()
 def generate(model: torch.nn.Module, prompt: int, new: int) -> float:
     """Seconds of greedy decoding."""
-    ids = torch.randint(3, 32_000, (1, prompt), generator=torch.Generator().manual_seed(0))
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(model.device)
+    wait_for(model.device)
     started = time.perf_counter()
     model.generate(
         ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None,
         attention_mask=torch.ones_like(ids),
     )  # fmt: skip
+    wait_for(model.device)
     return time.perf_counter() - started
 
 

@@ -93,9 +93,10 @@ def pruner(name: str) -> tuple[MoonshotPruner, object]:
     return MoonshotPruner(made.eval(), config), [{"input_ids": some} for some in ids.split(config.batch_size)]
 
 
-def drawn(model: torch.nn.Module) -> torch.nn.Module:
+def drawn(model: torch.nn.Module, device: str | torch.device = "cpu") -> torch.nn.Module:
     """A model from the meta device with small random weights; drawing them in its dtype needs no extra memory."""
-    made = model.to_empty(device="cpu")
+    made = model.to_empty(device=device)
+    made.tie_weights()
     for parameter in made.parameters():
         parameter.data.normal_(std=0.02) if parameter.ndim > 1 else parameter.data.fill_(1.0)
     rotary = made.model.rotary_emb

@@ -15,6 +15,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from optimum_moonshot.devices import is_gpu, peak_bytes, wait_for
 from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.objective.patterns import Pattern, parse_pattern
 from optimum_moonshot.rotation.learning import learn
@@ -78,6 +79,28 @@ def make(shape: tuple[int, ...], pattern: Pattern, rows: int | None, device: str
     return objective, spaces
 
 
+def measure(
+    shapes: str, layers: int | None, steps: int, rows: int | None, pattern: str, device: str, dtype: str
+) -> dict:
+    """Seconds of a step for all decoder layers, and the peak bytes on a GPU."""
+    whole, place = SHAPES[shapes], torch.device(device)
+    made = layers or whole[-1]
+    parsed = parse_pattern(pattern, None if ":" in pattern else 0.7)
+    objective, spaces = make((*whole[:-1], made), parsed, rows, device, getattr(torch, dtype))
+    learn(objective, spaces, 1, 0.01, place)
+    wait_for(place)
+    started, done = time.perf_counter(), 0
+
+    def count(state) -> None:
+        nonlocal done
+        done = len(state.history)
+
+    learn(objective, spaces, steps, 0.01, place, step_done=count)
+    wait_for(place)
+    step = (time.perf_counter() - started) / done * whole[-1] / made
+    return {"step": step, "peak": peak_bytes(place) if is_gpu(place) else None}
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--shapes", choices=SHAPES, default="demo", help="of which model")
@@ -88,26 +111,10 @@ def main() -> None:
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     args = arguments.parse_args()
-    whole = SHAPES[args.shapes]
-    made = args.layers or whole[-1]
-    pattern = parse_pattern(args.pattern, None if ":" in args.pattern else 0.7)
-    shape = (*whole[:-1], made)
-    objective, spaces = make(shape, pattern, args.rows, args.device, getattr(torch, args.dtype))
-    learn(objective, spaces, 1, 0.01, torch.device(args.device))
-    started, done = time.perf_counter(), 0
-
-    def count(state) -> None:
-        nonlocal done
-        done = len(state.history)
-
-    learn(objective, spaces, args.steps, 0.01, torch.device(args.device), step_done=count)
-    if args.device.startswith("cuda"):
-        torch.cuda.synchronize()
-    step = (time.perf_counter() - started) / done * whole[-1] / made
-    peak = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else None
-    print(f"{args.shapes}: {step:.3f} s a step, {100 * step:.1f} s for 100 steps", end="")
-    print("" if peak is None else f", at most {peak / 2**30:.1f} GiB")
-    write(f"rotation-{args.shapes}-{args.device.partition(':')[0]}", {**vars(args), "step": step, "peak": peak})
+    row = measure(**vars(args))
+    print(f"{args.shapes}: {row['step']:.3f} s a step, {100 * row['step']:.1f} s for 100 steps", end="")
+    print("" if row["peak"] is None else f", at most {row['peak'] / 2**30:.1f} GiB")
+    write(f"rotation-{args.shapes}-{args.device.partition(':')[0]}", {**vars(args), **row})
 
 
 if __name__ == "__main__":

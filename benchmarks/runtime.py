@@ -47,20 +47,20 @@ SOURCE = Path(__file__).with_name("dense_kernel.c")
 Copies = tuple[list, int]  # calls that multiply by a copy of a matrix each, and the bytes of one
 
 
-def copies_of(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int) -> Copies:
+def copies_of(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int, device: str = "cpu") -> Copies:
     """Copies of a random matrix, `total` bytes of them, in a packed setting or as an alternative."""
     if name in ALTERNATIVES:
-        return module_copies(name, shape, dtype, total)
+        return module_copies(name, shape, dtype, total, device)
     setting = Setting.of(name)
     codec, weight = setting.codec, random_weight(*shape, setting.pattern, setting.grid(dtype)).to(dtype)
-    parts = codec.pack(weight, setting.nm)
+    parts = {name: part.to(device) for name, part in codec.pack(weight, setting.nm).items()}
     plan, size = codec.plan(parts, shape), sum(part.nbytes for part in parts.values())
     copies = [{name: part.clone() for name, part in parts.items()} for _ in range(max(2, total // size))]
     return [lambda x, parts=parts: codec.linear(x, parts, shape, None, plan) for parts in copies], size
 
 
-def module_copies(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int) -> Copies:
-    linear = Linear(shape[1], shape[0], bias=False, dtype=dtype)
+def module_copies(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int, device: str) -> Copies:
+    linear = Linear(shape[1], shape[0], bias=False, dtype=dtype, device=device)
     module = converted(name, linear)
     size = tensor_bytes(module.state_dict().values())
     return [copy.deepcopy(module) for _ in range(max(2, total // size))], size

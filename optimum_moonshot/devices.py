@@ -38,8 +38,9 @@ def trim_host_memory() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU."""
-    return torch.cuda.mem_get_info(device)[0]
+    """Free memory of a GPU, including segments that torch has cached and does not use."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import DEVICES
 from safetensors import safe_open
 
 from optimum_moonshot.config import MoonshotConfig
@@ -18,8 +19,8 @@ SHARED = sorted(
 )
 
 
-def check(path):
-    with safe_open(path, "pt") as file:
+def check(path, device):
+    with safe_open(path, "pt", device=device) as file:
         config = MoonshotConfig(**json.loads(file.metadata()["config"]))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     result = prune_weight(tensors["weight"], tensors["gram"], tensors.get("gradients"), config=config)
@@ -32,9 +33,10 @@ def check(path):
     assert result.damping == (config.damping if hasattr(config.make_solver(), "damping") else 0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.stem)
-def test_results_match_the_golden_file(path):
-    check(path)
+def test_results_match_the_golden_file(path, device):
+    check(path, device)
 
 
 def test_every_golden_file_is_there():
@@ -45,4 +47,4 @@ def test_every_golden_file_is_there():
 @pytest.mark.skipif(not SHARED, reason="no second set of golden files beside the repository")
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_results_match_the_second_set(path):
-    check(path)
+    check(path, "cpu")

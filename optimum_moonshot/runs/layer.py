@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.observer import LayerStatistics
-from ..devices import peak_bytes, reset_peak
+from ..devices import peak_bytes, reset_peak, wait_for
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Pattern, PerExpert
@@ -52,6 +52,7 @@ def solve(
         FactorizationError: as `prune_layer`.
     """
     device = layer.parameter.device
+    wait_for(device)  # else the solver is charged with the calibration pass
     reset_peak(device)
     started = time.perf_counter()
     calibrated = not (isinstance(statistics, LayerStatistics) and statistics.samples == 0)
@@ -59,6 +60,7 @@ def solve(
         solved = solve_layer(solver, layer, patterns, statistics, lam if calibrated else 1.0)
     except FactorizationError as error:
         raise error.within(layer.name) from None
+    wait_for(device)
     seconds = (time.perf_counter() - started) / len(patterns)
     results = []
     for pattern, each in zip(patterns, solved, strict=True):

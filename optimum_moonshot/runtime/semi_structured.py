@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..devices import wait_for
 from ..errors import check_whole, require
 
 _log = logging.getLogger(__name__)
@@ -96,12 +97,12 @@ def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
 
 @torch.no_grad()
 def milliseconds(inputs: Tensor, weight: Tensor) -> float:
-    """The median time of a forward pass of a Linear [d_out, d_in], dense or 2:4, for inputs [tokens, d_in] on a GPU."""
+    """The median time of a forward pass of a Linear [d_out, d_in], dense or 2:4, for inputs [tokens, d_in]."""
     times = []
     for _ in range(_REPEATS + 3):
-        torch.cuda.synchronize(inputs.device)
+        wait_for(inputs.device)
         started = time.perf_counter()
         functional.linear(inputs, weight)
-        torch.cuda.synchronize(inputs.device)
+        wait_for(inputs.device)
         times.append(1000 * (time.perf_counter() - started))
     return sorted(times[3:])[_REPEATS // 2]

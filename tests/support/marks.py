@@ -1,6 +1,9 @@
-"""Parameters of tests, marked as slow or not."""
+"""Parameters of tests, marked as slow or not, and the devices of this machine."""
 
 import pytest
+import torch
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def slow(*values):

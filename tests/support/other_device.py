@@ -49,6 +49,12 @@ class Elsewhere(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo):
+        copied = Elsewhere(self.inner.detach().clone())
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        return memo.setdefault(id(self), copied)
+
     def data_ptr(self):
         return self.inner.data_ptr()
 
@@ -150,6 +156,7 @@ def other_device(free=2**30):
         "free_bytes": lambda device: free,
         "peak_bytes": lambda device: 0,
         "reset_peak": lambda device: None,
+        "wait_for": lambda device: None,
     }
     with ExitStack() as stack:
         for name, function in patches.items():
@@ -158,6 +165,9 @@ def other_device(free=2**30):
                 if vars(module).get(name) is original:
                     stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(layer_kinds, "Tensor", Elsewhere))  # plain tensors of this device
+        # `Module.to` replaces parameters, because it cannot change the class of their data.
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
         stack.enter_context(_Factories())
         yield DEVICE
 

@@ -1,17 +1,25 @@
-"""A program of every kind of run on a second device, one line of output for each: see test_other_device.py."""
+"""A program of every kind of run on a second device, one line of output for each: see test_other_device.py.
+
+The device is simulated, or with --cuda a GPU.
+"""
 
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 
+import other_device as simulated
 import torch
 from models import image_batches, make, token_batches
-from other_device import DEVICE, Elsewhere, moved, other_device
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, prune_weight
 
+CUDA = "--cuda" in sys.argv
+DEVICE = torch.device("cuda", 0) if CUDA else simulated.DEVICE
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
 FREE = {"pattern": "unstructured", "sparsity": 0.5}
+# Tensors of the simulated device cannot stand in for experts.
+EXPERTS = {"experts": ("mixtral", {"lam": 0.9}), "experts, tight": ("mixtral", {"lam": 0.9, "max_memory": 60_000})}
 # Caches move to the host, and statistics are gathered in several rounds.
 TIGHT = {"max_memory": 20_000}
 RUNS = {
@@ -34,9 +42,27 @@ RUNS = {
     "recompute, tight": ("llama", {"lam": 0.9, "recompute": True, **TIGHT}),
     "recovery": ("llama", {"lam": 0.9, "recover": "blockwise", "recover_steps": 3, "max_memory": 60_000}),
     "gradual recovery": ("llama", {"lam": 0.9, "recover": "gradual", "recover_steps": 3}),
+    "distillation": ("llama", {"lam": 0.9, "recover": "distill", "recover_steps": 3}),
+    "a rotation": ("llama", {"lam": 0.9, "rotation": "learned", "rotation_steps": 3}),
+    "a scaled rotation": ("llama", {"lam": 0.9, "rotation": "learned", "rotation_steps": 3, **FREE}),
+    "4 bits": ("llama", {"lam": 0.9, "bits": 4}),
     "convolutions": ("resnet", {"lam": 0.5}),
     "a vision transformer": ("vit", {"lam": 0.5, "solver": "obc", **FREE}),
 }
+
+
+def other_device():
+    """Context in which the device exists."""
+    return nullcontext() if CUDA else simulated.other_device()
+
+
+def moved(model):
+    """The model on the device."""
+    return model.to(DEVICE) if CUDA else simulated.moved(model)
+
+
+def on_host(tensor):
+    return tensor.inner if isinstance(tensor, simulated.Elsewhere) else tensor.cpu()
 
 
 def batches_of(name, **options):
@@ -45,8 +71,7 @@ def batches_of(name, **options):
 
 def weights(model):
     """All parameters on the host."""
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    return [each.inner if isinstance(each, Elsewhere) else each for each in parameters]
+    return [on_host(parameter.detach()) for parameter in model.parameters()]
 
 
 def difference(model, other):
@@ -99,7 +124,8 @@ def one_matrix():
     with other_device():
         pruned = prune_weight(*(t.to(DEVICE) for t in (weight, inputs.T @ inputs, gradients)), config=config)
         assert pruned.weight.device == DEVICE
-    return float((pruned.weight.inner - expected.weight).abs().max()), int((pruned.keep.inner != expected.keep).sum())
+    weight, keep = on_host(pruned.weight), on_host(pruned.keep)
+    return float((weight - expected.weight).abs().max()), int((keep != expected.keep).sum())
 
 
 def mixed():
@@ -116,14 +142,15 @@ def mixed():
 def main():
     torch.set_num_threads(1)
     cases = {"mixed": mixed, "one matrix": one_matrix, "sweep": sweep}
-    cases |= {key: lambda run=run: case_of(*run) for key, run in RUNS.items()}
-    for key in sys.argv[1:] or cases:
+    cases |= {key: lambda run=run: case_of(*run) for key, run in (RUNS | (EXPERTS if CUDA else {})).items()}
+    chosen = [argument for argument in sys.argv[1:] if argument != "--cuda"]
+    for key in chosen or cases:
         try:
             worst, zeros = cases[key]()
             row = {"worst": worst, "zeros": zeros}
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {error}"[:600]}
-            if sys.argv[1:]:
+            if chosen:
                 raise
         print(json.dumps({"case": key, **row}), flush=True)
 
