@@ -1,15 +1,12 @@
 PYTHON ?= python3
-MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist clean
 
-# Prune the small model in this repository to 2:4 and compare its perplexity before and after.
+# Prune the small model in this repository by a simple method and by the recipe; compare the saved files.
 demo: $(INSTALLED)
-	$(BIN)/optimum-cli moonshot prune $(MODEL) --output outputs/demo-2of4 --overwrite \
-		--solver sparsegpt --pattern 2:4 \
-		--calibration $(MODEL)/calibration.txt --sequence-length 256 --eval $(MODEL)/heldout.txt
+	$(BIN)/python examples/prune_demo.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"

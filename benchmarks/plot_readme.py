@@ -1,12 +1,11 @@
-"""Plots of the README, from the JSON in results/: quality and speed after pruning.
+"""Plots of the README and of guides, from the JSON in results/: quality, bytes and speed after pruning.
 
 Usage: python benchmarks/plot_readme.py [FOLDER]
 
-results.png shows perplexity by sparsity and top-1 accuracy by λ, speed.png the speed of a packed layer by sparsity and
-of a complete model.
+choices.png shows perplexity by bits per weight and by speed, results.png perplexity by sparsity and top-1 accuracy by
+λ, speed.png the speed of a packed layer by sparsity and of a complete model.
 """
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,44 +14,86 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from choices import ONE_SHOT, RECOVERED, Choice, read
 
-RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-SPARSITIES = ("0.6", "0.7", "0.8")
-LINES = {  # name in quality.json → label and color
-    "magnitude": ("magnitude", "#8a9099"),
-    "wanda λ=1": ("Wanda, λ = 1", "#c08a2b"),
-    "sparsegpt λ=1": ("SparseGPT, λ = 1", "#3f6fa8"),
-    "sparsegpt λ=0.9": ("SparseGPT, λ = 0.9 (two objectives)", "#b3361e"),
+SPARSITIES = ("0.5", "0.6", "0.7", "0.8")
+GRAY, BLUE, RED, GREEN, VIOLET = "#8a9099", "#3f6fa8", "#b3361e", "#2e7d4f", "#7a4fa3"
+METHODS = {  # label → step and λ in beyond-llama.json, color
+    "SparseGPT": ("SparseGPT", 1.0, BLUE),
+    'recipe "one-shot"': (ONE_SHOT, 0.5, RED),
+    'recipe "recovered"': (RECOVERED, 1.0, GREEN),
 }
-RECOVERED = "#2e7d4f"
+DENSE = [Choice(f"dense, {bits}", "SparseGPT") for bits in (8, 4, 3, 2)]
+SPARSE_INT4 = [Choice(f"{pattern}, 4", "recovered") for pattern in ("2:4", "0.6", "0.8")]
+PERPLEXITIES = dict(
+    yscale="log", ylim=(32.2, 47), yticks=[33, 35, 37, 40, 45], yticklabels=["33", "35", "37", "40", "45"]
+)
 
 
-def read(name: str) -> dict:
-    """The results of one benchmark."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+def plot_bytes(axes: plt.Axes) -> None:
+    """Perplexity of the shipped Llama by bits per weight, for 16-bit models, 4-bit survivors, and dense grids."""
+    for label, (step, lam, color) in METHODS.items():
+        choices = [Choice(sparsity, step, lam) for sparsity in SPARSITIES]
+        draw(axes, choices, label + ", 16 bits", color, above=True if step == ONE_SHOT else None)
+    draw(axes, DENSE, "dense, 8 to 2 bits", GRAY, "s--")
+    draw(axes, SPARSE_INT4[1:], 'recipe "recovered", 4 bits', VIOLET, "D-")
+    axes.axhline(read("beyond-llama")["dense"], color="black", linestyle=":", linewidth=1)
+    axes.set(title="Bytes: Llama of 3.5M parameters", ylabel="held-out perplexity", **PERPLEXITIES)
+    axes.set(xlabel="bits per weight of the pruned layers", xscale="log", xlim=(1.75, 10))
+    axes.set(xticks=[2, 3, 4, 6, 9], xticklabels=["2", "3", "4", "6", "9"])
+    axes.minorticks_off()
 
 
-def recovered() -> dict[float, float]:
-    """Sparsity → perplexity after pruning with λ = 0.9 and block-wise recovery, mean over the seeds."""
-    after_07 = [row["block-wise"] for row in read("finetune-recovery")["rows"] if row["case"] == "0.7"]
-    after_08 = [row["recovered"] for row in read("finetune-lambdas")["rows"] if row["case"] == "λ=0.9"]
-    return {0.7: fmean(after_07), 0.8: fmean(after_08)}
+def plot_speed(axes: plt.Axes) -> None:
+    """The same perplexity by the speed of a larger model with the same setting."""
+    dense = read("beyond-llama")["dense"]
+    draw(axes, [Choice(setting, RECOVERED) for setting in ("2:4", "0.8")], None, GREEN, "o", "speed")
+    draw(axes, SPARSE_INT4, None, VIOLET, "D", "speed")
+    draw(axes, DENSE[1:2], None, GRAY, "s", "speed")
+    axes.plot([1], [dense], "ko")
+    axes.annotate("dense, 16 bits", (1, dense), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    axes.axhline(dense, color="black", linestyle=":", linewidth=1)
+    axes.set(title="Speed: Llama of the shape of 1B", xlabel="tokens per second, times dense", **PERPLEXITIES)
+    axes.set(xticks=[1, 2, 3, 4], xlim=(0.5, 4.3))
+    axes.minorticks_off()
+
+
+def draw(
+    axes: plt.Axes,
+    choices: list[Choice],
+    label: str | None,
+    color: str,
+    style: str = "o-",
+    place: str = "bits",
+    above: bool | None = False,
+) -> None:
+    """Perplexity of choices by their bits or speed, with the sparsity above or below each point, or without it."""
+    points = [(getattr(choice, place), choice.mean("perplexity")) for choice in choices]
+    axes.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=5)
+    for choice, point in zip(choices, points, strict=True):
+        pattern, _, bits = choice.setting.partition(", ")
+        text = f"int{bits}" if pattern == "dense" else pattern
+        if above is not None and point[1] < PERPLEXITIES["ylim"][1]:
+            axes.annotate(text, point, (0, 5 if above else -12), textcoords="offset points", ha="center", fontsize=8)
 
 
 def plot_language(axes: plt.Axes) -> None:
-    """Held-out perplexity of the shipped Llama by sparsity."""
-    results = read("quality")
-    for name, (label, colour) in LINES.items():
-        values = [fmean(results["perplexity"][name][sparsity]) for sparsity in SPARSITIES]
-        axes.plot(list(map(float, SPARSITIES)), values, "o-", color=colour, label=label)
-    after = recovered()
-    axes.plot(list(after), list(after.values()), "o-", color=RECOVERED, label="and block-wise recovery")
-    axes.axhline(results["dense"], color="black", linestyle=":", linewidth=1)
-    axes.text(0.6, results["dense"] * 0.985, "dense", va="top")
-    axes.set(title="Llama, 3.5M parameters", xlabel="sparsity", ylabel="held-out perplexity", yscale="log")
-    axes.set(xticks=[0.6, 0.7, 0.8], yticks=[30, 40, 60, 100, 180], yticklabels=["30", "40", "60", "100", "180"])
-    axes.set_ylim(30, 200)
+    """Held-out perplexity of the shipped Llama by sparsity: the paper's methods, and the recipes."""
+    quality = read("quality")["perplexity"]
+    lines = {"Wanda": ("wanda λ=1", "#c08a2b"), "paper: SparseGPT, λ = 0.9": ("sparsegpt λ=0.9", VIOLET)}
+    for label, (key, color) in lines.items():
+        values = [fmean(quality[key][sparsity]) for sparsity in SPARSITIES[1:]]
+        axes.plot(list(map(float, SPARSITIES[1:])), values, "o-", color=color, label=label)
+    for label, (step, lam, color) in METHODS.items():
+        values = [Choice(sparsity, step, lam).mean("perplexity") for sparsity in SPARSITIES[1:]]
+        axes.plot(list(map(float, SPARSITIES[1:])), values, "o-", color=color, label=label)
+    dense = read("beyond-llama")["dense"]
+    axes.axhline(dense, color="black", linestyle=":", linewidth=1)
+    axes.text(0.6, dense * 0.985, "dense", va="top")
+    axes.set(title="Llama of 3.5M parameters", xlabel="sparsity", ylabel="held-out perplexity", yscale="log")
+    axes.set(xticks=[0.6, 0.7, 0.8], yticks=[30, 40, 60, 100, 150], yticklabels=["30", "40", "60", "100", "150"])
+    axes.set_ylim(30, 180)
     axes.minorticks_off()
     axes.legend(frameon=False, loc="upper left")
 
@@ -113,11 +154,18 @@ def plot_model(axes: plt.Axes) -> None:
 def main(folder: str | Path = PICTURES) -> None:
     """Write the plots."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    for name, panels in (("results", (plot_language, plot_vision)), ("speed", (plot_layer, plot_model))):
+    pictures = {
+        "choices": (plot_bytes, plot_speed),
+        "results": (plot_language, plot_vision),
+        "speed": (plot_layer, plot_model),
+    }
+    for picture, panels in pictures.items():
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         for plot, place in zip(panels, axes, strict=True):
             plot(place)
-        figure.savefig(Path(folder) / f"{name}.png", dpi=150, metadata={"Software": None})
+        if picture == "choices":
+            figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(Path(folder) / f"{picture}.png", dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":

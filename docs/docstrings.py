@@ -1,7 +1,8 @@
 """Griffe extension for docstring conventions of this package.
 
 An entry such as "loss, forward: as for `prune`" becomes one row per argument. Attributes documented by a comment, on
-their line or above, become an `Attributes:` section of the class.
+their line or above, become an `Attributes:` section of the class. The arguments of `MoonshotConfig` become one table
+per group of the command line's help.
 """
 
 import re
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import griffe
 
+from optimum_moonshot.commands.method_options import GROUPS
+
 SECTION = re.compile(r"^(?P<indent> *)Args:\n(?P<body>(?:(?P=indent) +.*\n|\n)+)", re.MULTILINE)
 SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=indent) +.*)*)", re.MULTILINE)
+
+ENTRY = re.compile(r"^(?P<indent> +)(?P<name>\w+): .*\n(?:(?P=indent) +.*\n)*", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
@@ -22,9 +27,24 @@ class Docstrings(griffe.Extension):
         if obj.docstring is None:
             return
         text = SECTION.sub(_section, obj.docstring.value + "\n").rstrip()
-        if obj.is_class and not SECTION.search(text + "\n"):
+        if obj.path == "optimum_moonshot.config.MoonshotConfig":
+            text = grouped(text)
+        elif obj.is_class and not SECTION.search(text + "\n"):
             text += _attributes(obj)
         obj.docstring.value = text
+
+
+def grouped(docstring: str) -> str:
+    """Divide the `Args:` of `MoonshotConfig` into one section per group.
+
+    Raises:
+        KeyError: an argument of a group has no entry.
+    """
+    section = SECTION.search(docstring + "\n")
+    assert section is not None
+    entries = {match["name"]: match[0] for match in ENTRY.finditer(section["body"])}
+    parts = [f"Args: {title}\n" + "".join(entries[name] for name in names) for title, names in GROUPS.items()]
+    return (docstring + "\n").replace(section[0], "\n".join(parts) + "\n").rstrip()
 
 
 def _attributes(cls: griffe.Object) -> str:

@@ -13,6 +13,23 @@ if TYPE_CHECKING:
     from ..data.self_calibration import SelfCalibration
 
 BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
+# Every field of MoonshotConfig by purpose, the most used first: the order of the help and of the reference.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "What to remove": (
+        *("pattern", "sparsity", "bits", "bits_per_weight", "target_bytes", "targets", "ignore", "group_size"),
+        "quant_group",
+    ),
+    "Quality": (
+        *("solver", "lam", "rotation", "recover", "allocation", "recompute", "fisher", "expert_tokens"),
+        "under_calibrated_experts",
+    ),
+    "Data": ("calibration", "num_samples", "sequence_length", "seed"),
+    "Cost": ("batch_size", "max_memory", "offload_dir"),
+    "Hyperparameters": (
+        *("solver_options", "damping", "block_size", "recover_steps", "recover_lr", "rotation_weights"),
+        *("rotation_steps", "rotation_lr", "rotation_rows", "owl_threshold", "owl_lambda", "alpha_tau"),
+    ),
+}
 # One option per field of MoonshotConfig. The defaults are those of the fields: only the options given are passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
@@ -137,18 +154,13 @@ def flag(name: str) -> str:
 
 def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
     """Add `--import`, and one option per field of MoonshotConfig, except those `without` one."""
-    group = parser.add_argument_group("method", "fields of MoonshotConfig, with its defaults")
-    if not without:
-        group.add_argument(
-            "--recipe",
-            choices=BUDGETS,
-            help="the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot "
-            "adds a better solver, a learned basis and a sparsity budget for each layer, recovered also tunes the "
-            "weights; other options override it",
-        )
-    for name, options in CONFIG_OPTIONS.items():
-        if name not in without:
-            group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(f"method: {title.lower()}")
+        if not without and title == "What to remove":
+            _add_recipe_option(group)
+        for name in names:
+            if name in CONFIG_OPTIONS and name not in without:
+                group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **CONFIG_OPTIONS[name])
     parser.add_argument(
         "--import",
         dest="imports",
@@ -156,6 +168,16 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
         default=[],
         metavar="MODULE",
         help="import a Python module first, such as one in this folder that registers a solver; repeat it for others",
+    )
+
+
+def _add_recipe_option(group: Any) -> None:
+    group.add_argument(
+        "--recipe",
+        choices=BUDGETS,
+        help="the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a "
+        "better solver, a learned basis and a sparsity budget for each layer, recovered also tunes the weights; other "
+        "options override it",
     )
 
 

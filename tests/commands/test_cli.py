@@ -37,6 +37,11 @@ def test_every_field_has_an_option():
     assert set(method_options.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
 
 
+def test_every_field_is_in_one_group():
+    grouped = [name for names in method_options.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(field.name for field in dataclasses.fields(MoonshotConfig))
+
+
 def test_help_names_every_solver():
     ours = [
         name
