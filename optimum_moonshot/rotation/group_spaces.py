@@ -145,11 +145,29 @@ def _space(node: Node, makers: list[Node], group: StructuredGroups, size: int, r
         count = maker.leaves[0].shape[-1]
         inside = (rows >= first) & (rows < first + count)
         if inside.any():
-            if not inside.all():
-                return None  # values of several matrices
+            if not inside.all() or not _mixes_tokens(node.inputs[0], maker.leaves[0], rows - first):
+                return None  # values of several matrices, or that a gate multiplies
             places += [Place(axis, (rows - first)[:, None], writes=True) for axis in maker.writes]
         first += count
     return Space(f"{node.name} heads", size, heads, False, tuple(places))
+
+
+def _mixes_tokens(inputs: Tensor, leaf: Tensor, rows: Tensor) -> bool:
+    """Whether heads depend on their rows [heads, size] of a leaf by mixing tokens: a gate acts on separate channels.
+
+    The derivative then commutes with a signed permutation of the channels, as in a `Trace`.
+    """
+    generator = torch.Generator().manual_seed(5)
+    order = torch.randperm(rows.shape[1], generator=generator)
+    signs = torch.randn(rows.shape[1], generator=generator).sign().to(inputs.device, inputs.dtype)
+    cotangent = random_like(inputs, generator)
+    permuted = (cotangent.unflatten(-1, (-1, rows.shape[1]))[..., order.to(inputs.device)] * signs).flatten(-2)
+    before, after = (vjp(inputs, each, [leaf])[0] for each in (cotangent, permuted))
+    if before is None or after is None:
+        return False
+    expected = before[..., rows[:, order].to(leaf.device)] * signs
+    error = float((after[..., rows.to(leaf.device)] - expected).norm())
+    return error <= tolerance_of(leaf.dtype) * float(expected.norm())
 
 
 def _makers(trace: Trace, node: Node, group: StructuredGroups) -> list[Node]:

@@ -313,7 +313,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
             tables = list(module.parameters(recurse=False))
             if len(tables) == 1 and tables[0].ndim == 2 and tables[0].shape[1] == output.shape[-1]:
                 embeddings.add(module)
-        elif may_be_norm(module, read, output):
+        elif may_be_norm(module, read, output) and sum(map(_is_floating, (*args, *named.values()))) == 1:
             norms[module] = find_norm(module, read.shape[-1])
 
     def product(parameter: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:

@@ -118,6 +118,18 @@ def test_a_model_with_its_own_backward_pass_is_refused_and_stays_the_same():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "MiMoV2FlashForCausalLM"])
+def test_gated_heads_keep_their_basis_and_the_rest_is_rotated(name):
+    model, data = made(name)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    expected = outputs(model, data[0])
+    report = MoonshotPruner(model, MoonshotConfig(**SETTINGS)).rotate(data, progress=False)
+    assert report.rotated and not all(space.endswith("heads") for space in report.spaces)
+    check_same(model, data[0], expected, "it")
+
+
 class Gated(nn.Module):
     """A residual layer whose sign two more layers choose, without gradients."""
 
