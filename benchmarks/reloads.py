@@ -7,11 +7,14 @@ The models are those of architectures.py, in float32 and bfloat16, with distinct
 is saved dense and packed; plain `from_pretrained` must report no missing or unexpected weight, and compute the same.
 """
 
+import copy
 import json
 import tempfile
 from collections import Counter
-from functools import partial
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -21,10 +24,12 @@ from tiny_configs import tiny_config
 from torch.utils._pytree import tree_leaves
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.checkpoint import saving
 from optimum_moonshot.model.calls import run_model
 
 DTYPES = ("float32", "bfloat16")
 FORMATS = ("dense", "packed")
+LOAD = transformers.PreTrainedModel.from_pretrained.__func__  # some classes read other files too
 NO_SMALLER = "packing makes no layer smaller"  # an error of some tiny models
 
 
@@ -40,15 +45,20 @@ def difference(model, batch, expected) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
 
 
+@lru_cache(maxsize=1)
 def tiny_model(kind: str, model_type: str, class_name: str, dtype: str = "float32"):
     """A tiny model with distinct gains and biases, and batches of its inputs."""
     torch.manual_seed(0)
-    # As `from_pretrained` creates it: `to` would also round buffers that stay in float32 there.
-    config = tiny_config(model_type, class_name)
-    model = getattr(transformers, class_name)._from_config(config, dtype=getattr(torch, dtype)).eval()
+    cls = getattr(transformers, class_name)
+    model = cls._from_config(tiny_config(model_type, class_name), dtype=torch.float32).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape)
+    if dtype != "float32":
+        # `to` would round weights and buffers that transformers keeps in float32.
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = LOAD(cls, folder, dtype=getattr(torch, dtype)).eval()
     data = batches(kind, model)
     try:
         outputs(model, data[0])
@@ -62,7 +72,7 @@ def tiny_model(kind: str, model_type: str, class_name: str, dtype: str = "float3
 def reload(kind: str, model_type: str, class_name: str, dtype: str, rotated: bool) -> dict:
     """Prune, save and load a tiny model; for each format the difference, and the weights that loading reports."""
     try:
-        model, data = tiny_model(kind, model_type, class_name, dtype)
+        model, data = copy.deepcopy(tiny_model(kind, model_type, class_name, dtype))
     except MoonshotError:
         raise
     except Exception as error:  # inconsistent sizes, or a package that is not installed
@@ -74,15 +84,15 @@ def reload(kind: str, model_type: str, class_name: str, dtype: str, rotated: boo
     expected, result = outputs(model, data[0]), {}
     if rotated:
         result["untied bytes"] = report.rotation.untied_bytes
-    load = transformers.PreTrainedModel.from_pretrained.__func__  # some classes read other files too
     for format in FORMATS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                pruner.save_pretrained(folder, format=format)
+                with mock.patch.multiple(saving, write_card=mock.DEFAULT, Facts=mock.DEFAULT):
+                    pruner.save_pretrained(folder, format=format)  # the card's picture takes two thirds of the time
             except MoonshotError as error:
                 result[format] = {"not saved": str(error)}
                 continue
-            loaded, info = load(type(model), folder, dtype="auto", output_loading_info=True)
+            loaded, info = LOAD(type(model), folder, dtype="auto", output_loading_info=True)
             reported = {name: sorted(map(str, names)) for name, names in info.items() if names}
             result[format] = {"difference": difference(loaded.eval(), data[0], expected), **reported}
     return result
@@ -99,39 +109,49 @@ def failed(result: dict) -> bool:
     return False
 
 
+def settings(kind: str, model_type: str, class_name: str) -> dict[str, dict]:
+    """The results of one family in all settings."""
+    results = {}
+    for dtype, rotated in product(DTYPES, (False, True)):
+        try:
+            result = reload(kind, model_type, class_name, dtype, rotated)
+        except MoonshotError as error:
+            result = {"refused": str(error)}
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:600]}
+        results[f"{dtype}, {'rotated' if rotated else 'unrotated'}"] = result
+    return {"settings": results}
+
+
+def outcome(result: dict) -> str:
+    """How a model is counted in a setting."""
+    if failed(result):
+        return "failed"
+    return next((field for field in ("not made", "refused") if field in result), "reloaded")
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", nargs="*", help="model types; their entries in the file are replaced")
-    arguments.add_argument("--dtypes", nargs="*", default=DTYPES, choices=DTYPES)
-    arguments.add_argument("--seconds", type=int, default=300, help="for one model")
+    arguments.add_argument("--seconds", type=int, default=300, help="for one family")
     arguments.add_argument("--output", default=str(RESULTS / "reloads.json"))
     given = arguments.parse_args()
     torch.set_num_threads(1)
     output = Path(given.output)
-    previous = json.loads(output.read_text(encoding="utf-8"))["results"] if output.exists() else []
-    everything = {(each["kind"], each["class"], each["dtype"], each["rotated"]): each for each in previous}
-    for rotated in (True, False):
-        for dtype in given.dtypes:
-            for family in families(list(KINDS)):
-                if given.only and family[1] not in given.only:
-                    continue
-                result = isolated(family, given.seconds, False, partial(reload, dtype=dtype, rotated=rotated))
-                result = {**result, "dtype": dtype, "rotated": rotated}
-                everything[family[0], family[2], dtype, rotated] = result
-                print(f"{family[2]:50} {dtype:9} {rotated!s:5} {'FAILED' if failed(result) else ''}", flush=True)
-                results = list(everything.values())
-                text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
-                output.write_text(json.dumps(text, indent=1), encoding="utf-8")
-    counts = Counter((each["dtype"], each["rotated"], outcome(each)) for each in everything.values())
-    for key, count in sorted(counts.items()):
-        print(*key, count)
-
-
-def outcome(result: dict) -> str:
-    """How a model is counted."""
-    if failed(result):
-        return "failed"
-    return next((field for field in ("not made", "refused") if field in result), "reloaded")
+    previous = json.loads(output.read_text(encoding="utf-8"))["results"] if given.only and output.exists() else []
+    everything = {(each["kind"], each["class"]): each for each in previous}
+    for family in families(list(KINDS)):
+        if not given.only or family[1] in given.only:
+            result = isolated(family, given.seconds, False, settings)
+            everything[family[0], family[2]] = result
+            outcomes = {name: outcome(each) for name, each in result.get("settings", {"all": result}).items()}
+            print(f"{family[2]:50} {result['seconds']:5} {outcomes}", flush=True)
+    results = list(everything.values())
+    text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
+    output.write_text(json.dumps(text, indent=1), encoding="utf-8")
+    counts = Counter((name, outcome(each)) for result in results for name, each in result["settings"].items())
+    for (name, counted), count in sorted(counts.items()):
+        print(f"{name}: {counted} {count}")
 
 
 if __name__ == "__main__":
