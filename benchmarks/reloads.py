@@ -94,7 +94,9 @@ def reload(kind: str, model_type: str, class_name: str, dtype: str, rotated: boo
                 continue
             loaded, info = LOAD(type(model), folder, dtype="auto", output_loading_info=True)
             reported = {name: sorted(map(str, names)) for name, names in info.items() if names}
-            result[format] = {"difference": difference(loaded.eval(), data[0], expected), **reported}
+            # Kernels may round according to the alignment of weights, which in mapped files is arbitrary.
+            aligned = copy.deepcopy(loaded.eval())
+            result[format] = {"difference": difference(aligned, data[0], expected), **reported}
     return result
 
 
