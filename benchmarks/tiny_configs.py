@@ -40,14 +40,15 @@ RULES: tuple[tuple[str, Any], ...] = (
     ),
 )
 _KEYS = r"(kv|key_value)_heads$"
-AS_THEY_ARE = {"cvt", "hgnet_v2", "levit", "pp_lcnet", "textnet"}  # already small, with many sizes that must agree
+ONLY_EXCEPTIONS = {"cvt", "hgnet_v2", "levit", "pp_lcnet", "textnet"}  # many sizes that must agree
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def tiny_config(model_type: str, class_name: str) -> PreTrainedConfig:
     """A small configuration of a family, for one of its model classes."""
     kind = getattr(transformers, class_name).config_class or CONFIG_MAPPING[model_type]
-    config = kind() if model_type in AS_THEY_ARE else kind(**_kwargs(kind(), _Tokens()))
+    fields = EXCEPTIONS.get(model_type, {}) if model_type in ONLY_EXCEPTIONS else _kwargs(kind(), _Tokens())
+    config = kind(**fields)
     if getattr(config, "decoder_start_token_id", None) is None:  # checkpoints define it
         config.decoder_start_token_id = 0
     return config
@@ -183,7 +184,24 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": [8, 8]},
     "mobilevit": {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [16, 16, 16, 24, 32, 32, 64], "image_size": 64},
     "mobilevitv2": {"image_size": 64},
-    "levit": {"image_size": 64, "hidden_sizes": [16, 32, 48], "num_attention_heads": [1, 2, 3], "key_dim": [8, 8, 8]},
+    "levit": {
+        **{"image_size": 64, "hidden_sizes": [16, 32, 48], "num_attention_heads": [1, 2, 3], "key_dim": [8, 8, 8]},
+        "depths": [1, 1, 1],
+    },
+    "cvt": {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 2, 3]},
+    "hgnet_v2": {
+        **{"stem_channels": [3, 8, 16], "stage_in_channels": [16, 32, 48, 64], "stage_mid_channels": [8, 8, 16, 16]},
+        **{"stage_out_channels": [32, 48, 64, 64], "hidden_sizes": [32, 48, 64, 64], "stage_num_blocks": [1, 1, 2, 1]},
+        "stage_numb_of_layers": [2, 2, 2, 2],
+    },
+    "textnet": {"image_size": [64, 64], "stem_out_channels": 16, "hidden_sizes": [16, 16, 24, 32, 48]},
+    "blt": {"encoder_hash_byte_group_vocab": TOKENS},
+    "chameleon_vqgan": {"base_channels": 32, "latent_channels": 32},
+    "emu3_vqgan": {"base_channels": 32, "num_res_blocks": 1},
+    "florence_vision": {"embed_dim": [16, 32, 48, 64], "num_heads": [1, 2, 3, 4], "num_groups": [1, 2, 3, 4]},
+    "janus_vqgan": {"base_channels": 32, "latent_channels": 32},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
     "moonshine": {"pad_token_id": 0},
     "seamless_m4t": {"feature_projection_input_dim": 160},
