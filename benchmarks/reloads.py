@@ -132,6 +132,11 @@ def outcome(result: dict) -> str:
     return next((field for field in ("not made", "refused") if field in result), "reloaded")
 
 
+def outcomes(result: dict) -> dict[str, str]:
+    """How a family is counted in each setting; in "all" if its process was killed."""
+    return {name: outcome(each) for name, each in result.get("settings", {"all": result}).items()}
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", nargs="*", help="model types; their entries in the file are replaced")
@@ -146,12 +151,11 @@ def main() -> None:
         if not given.only or family[1] in given.only:
             result = isolated(family, given.seconds, False, settings)
             everything[family[0], family[2]] = result
-            outcomes = {name: outcome(each) for name, each in result.get("settings", {"all": result}).items()}
-            print(f"{family[2]:50} {result['seconds']:5} {outcomes}", flush=True)
+            print(f"{family[2]:50} {result['seconds']:5} {outcomes(result)}", flush=True)
     results = list(everything.values())
     text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
     output.write_text(json.dumps(text, indent=1), encoding="utf-8")
-    counts = Counter((name, outcome(each)) for result in results for name, each in result["settings"].items())
+    counts = Counter(item for result in results for item in outcomes(result).items())
     for (name, counted), count in sorted(counts.items()):
         print(f"{name}: {counted} {count}")
 
