@@ -146,16 +146,17 @@ def _space(node: Node, makers: list[Node], group: StructuredGroups, size: int, r
         inside = (rows >= first) & (rows < first + count)
         if inside.any():
             if not inside.all() or not _mixes_tokens(node.inputs[0], maker.leaves[0], rows - first):
-                return None  # values of several matrices, or that a gate multiplies
+                return None  # values of several matrices or heads, or that a gate multiplies
             places += [Place(axis, (rows - first)[:, None], writes=True) for axis in maker.writes]
         first += count
     return Space(f"{node.name} heads", size, heads, False, tuple(places))
 
 
 def _mixes_tokens(inputs: Tensor, leaf: Tensor, rows: Tensor) -> bool:
-    """Whether heads depend on their rows [heads, size] of a leaf by mixing tokens: a gate acts on separate channels.
+    """Whether heads depend on their rows [heads, size] of a leaf by mixing tokens, alike for all channels of a head.
 
-    The derivative then commutes with a signed permutation of the channels, as in a `Trace`.
+    A gate acts on separate channels; of two heads that are taken for one, each mixes in its own way. The derivative of a
+    head commutes with a signed permutation of its channels, as in a `Trace`.
     """
     generator = torch.Generator().manual_seed(5)
     order = torch.randperm(rows.shape[1], generator=generator)

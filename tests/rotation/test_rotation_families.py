@@ -119,7 +119,7 @@ def test_a_model_with_its_own_backward_pass_is_refused_and_stays_the_same():
 
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "MiMoV2FlashForCausalLM"])
-def test_gated_heads_keep_their_basis_and_the_rest_is_rotated(name):
+def test_heads_that_do_not_only_mix_tokens_keep_their_basis_and_the_rest_is_rotated(name):
     model, data = made(name)
     for parameter in model.parameters():
         if parameter.ndim == 1:
