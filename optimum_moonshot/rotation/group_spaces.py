@@ -155,8 +155,8 @@ def _space(node: Node, makers: list[Node], group: StructuredGroups, size: int, r
 def _mixes_tokens(inputs: Tensor, leaf: Tensor, rows: Tensor) -> bool:
     """Whether heads depend on their rows [heads, size] of a leaf by mixing tokens, alike for all channels of a head.
 
-    A gate acts on separate channels; of two heads that are taken for one, each mixes in its own way. The derivative of a
-    head commutes with a signed permutation of its channels, as in a `Trace`.
+    A gate acts on separate channels; of two heads that are taken for one, each mixes in its own way. The derivative of
+    a head commutes with a signed permutation of its channels, as in a `Trace`.
     """
     generator = torch.Generator().manual_seed(5)
     order = torch.randperm(rows.shape[1], generator=generator)
