@@ -215,11 +215,13 @@ class _Descent:
             if vectors.shape[2]:
                 slope = slope + (vectors[column] * projected).sum(1)
             candidate = self.grid.values(self.grid.codes(value - slope / safe[column], step[column]), step[column])
-            change = (candidate.float() - value).masked_fill_(removed[column], 0)
+            candidate = candidate.float()
+            change = (candidate - value).masked_fill_(removed[column], 0)
             decrease = -change * (2 * slope + change * bend)
-            change.masked_fill_(decrease <= 0, 0)
+            stays = decrease <= 0
+            change.masked_fill_(stays, 0)
             gained += decrease.clamp_(min=0).sum()
-            value += change
+            value.copy_(torch.where(stays, value, candidate))  # value + change is rounded, and can miss the grid
             if matrices:
                 slopes.addcmul_(inner[:, column].T, change[None])
             else:
@@ -236,11 +238,12 @@ class _Descent:
         curvature = (_apply(codes, inner) * codes).sum(1) + _project(factors, codes).square().sum(1)
         move = -(codes * gradient).sum(1) / curvature.clamp(min=_TINY)
         scale = (step[:, 0] + move).clamp_(min=0).to(self.grid.dtype).float()
-        change = self.grid.values(codes, scale[:, None].expand_as(step)).float() - values
+        moved = self.grid.values(codes, scale[:, None].expand_as(step)).float()
+        change = moved - values
         projected = _project(factors, change)
         loss = ((2 * gradient + _apply(change, inner)) * change).sum(1) + projected.square().sum(1)
         better = (loss < 0) & (scale > 0)
-        values += change.masked_fill_(~better[:, None], 0)
+        values.copy_(torch.where(better[:, None], moved, values))
         step.copy_(torch.where(better, scale, step[:, 0])[:, None].expand_as(step))
         self.products += projected.masked_fill_(~better[:, None], 0)
         return float(-loss[better].sum())

@@ -60,6 +60,20 @@ def test_the_loss_descends_from_rounding_to_nearest(kind, lam, bits):
     assert torch.equal(grid.values(grid.codes(quantized, step), step), quantized)
 
 
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_codes_that_change_by_much_stay_on_the_grid(bits):
+    """In float32 v + (c·s - v) is not always c·s, where v is several times as large."""
+    torch.manual_seed(0)
+    shared = torch.randn(2000, 1) + 0.3 * torch.randn(2000, 64)  # inputs that can replace each other
+    weight = torch.randn(512, 64)
+    objective, grid = full(weight, shared.T @ shared, None, 1), Grid(bits, 64)
+    start = weight.roll(1, 0)
+    values = quantize(objective, start, torch.ones_like(start, dtype=torch.bool), grid)
+    moved = (grid.codes(values, scale := grid.per_weight(grid.scales_of(values), 64)) - grid.codes(start, scale)).abs()
+    assert moved.max() > grid.top
+    assert torch.equal(grid.values(grid.codes(values, scale), scale), values)
+
+
 @pytest.mark.parametrize("lam", [1, 0.5])
 def test_the_loss_is_that_of_the_literal_quadratic(lam):
     """All representations of the same F_k descend to nearly the same loss."""
