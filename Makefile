@@ -41,10 +41,14 @@ lint: $(INSTALLED)
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Build the source distribution, and a wheel from it, in dist/.
+# Build the source distribution, and a wheel from it, in dist/. On Linux the compiler must support all instruction sets
+# (gcc 11 or later), and the wheel has the tag of the oldest glibc that it runs with.
 dist: .venv/.release
 	rm -rf dist
-	$(BIN)/python -m build
+	MOONSHOT_BUILD=complete $(BIN)/python -m build
+	for wheel in dist/*-linux_*.whl; do \
+		[ ! -e "$$wheel" ] || { PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair -w dist "$$wheel" && rm "$$wheel"; } \
+		|| exit 1; done
 
 # Run the tests in the unpacked source distribution, and the wheel in a fresh virtual environment.
 check-dist: dist
