@@ -3,7 +3,7 @@ MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist clean
+.PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
 
 # Prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
@@ -47,12 +47,16 @@ dist: .venv/.release
 	rm -rf dist
 	MOONSHOT_BUILD=complete $(BIN)/python -m build
 	for wheel in dist/*-linux_*.whl; do \
-		[ ! -e "$$wheel" ] || { PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair -w dist "$$wheel" && rm "$$wheel"; } \
+		[ ! -e "$$wheel" ] || { PATH="$(abspath $(BIN)):$$PATH" auditwheel repair -w dist "$$wheel" && rm "$$wheel"; } \
 		|| exit 1; done
 
 # Run the tests in the unpacked source distribution, and the wheel in a fresh virtual environment.
 check-dist: dist
 	.ci/check-dist $(PYTHON)
+
+# Assemble the project for Hugging Face's kernel-builder in build/hub; there, `kernel-builder build` builds it.
+hub: $(INSTALLED)
+	$(BIN)/python hub/assemble.py build/hub
 
 .venv/.installed: constraints.txt
 .venv-oldest/.installed: constraints-oldest.txt
