@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist clean
+.PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
 
 # Prune the small model in this repository by a simple method and by the recipe; compare the saved files.
 demo: $(INSTALLED)
@@ -38,14 +38,22 @@ lint: $(INSTALLED)
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Build the source distribution, and a wheel from it, in dist/.
+# Build the source distribution, and a wheel from it, in dist/. On Linux the compiler must support all instruction sets
+# (gcc 11 or later), and the wheel has the tag of the oldest glibc that it runs with.
 dist: .venv/.release
 	rm -rf dist
-	$(BIN)/python -m build
+	MOONSHOT_BUILD=complete $(BIN)/python -m build
+	for wheel in dist/*-linux_*.whl; do \
+		[ ! -e "$$wheel" ] || { PATH="$(abspath $(BIN)):$$PATH" auditwheel repair -w dist "$$wheel" && rm "$$wheel"; } \
+		|| exit 1; done
 
 # Run the tests in the unpacked source distribution, and the wheel in a fresh virtual environment.
 check-dist: dist
 	.ci/check-dist $(PYTHON)
+
+# Assemble the project for Hugging Face's kernel-builder in build/hub; there, `kernel-builder build` builds it.
+hub: $(INSTALLED)
+	$(BIN)/python hub/assemble.py build/hub
 
 .venv/.installed: constraints.txt
 .venv-oldest/.installed: constraints-oldest.txt

@@ -1,6 +1,7 @@
 """The contents of the source distribution and the wheel, and the README on a package index."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -91,6 +92,36 @@ def test_the_wheel_fits_every_python_and_its_library_is_complete(wheel, tmp_path
     path = tmp_path / "libmoonshot.so"
     path.write_bytes(wheel[LIBRARY])
     assert "portable" in Library(path).instruction_sets
+    subprocess.run([sys.executable, ROOT / ".ci" / "check-kernels", path, "portable"], check=True, timeout=60)
+    # Of glibc, every manylinux tag since 2014 has these.
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", wheel[LIBRARY])
+    assert all((int(major), int(minor)) <= (2, 17) for major, minor in versions)
+
+
+def test_no_kernel_is_compiled_for_the_building_processor_alone():
+    flags = [flag for table in SETUP["MACHINES"].values() for flags in table.values() for flag in flags]
+    assert flags and "native" not in " ".join(flags)
+    sources = {path.name for path in (ROOT / SETUP["KERNELS"]).glob("*.c")}
+    assert all(set(table) <= sources for table in SETUP["MACHINES"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+def test_an_old_compiler_leaves_instruction_sets_out_unless_the_build_is_complete(source, tmp_path):
+    """A compiler without AMX: the wheel lacks it with a warning, and a wheel for an index is not built."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mamx*|*dotprod*) exit 1;; esac\nexec {COMPILER} "$@"\n')
+    compiler.chmod(0o755)
+    folder = shutil.copytree(source, tmp_path / "source", ignore=LEFT_BEHIND)
+    command = [sys.executable, "-c", BUILD.format("wheel")]
+    settings = {**os.environ, "CC": str(compiler)}
+    made = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0 and "is left empty: the compiler does not support" in made.stdout + made.stderr
+    with zipfile.ZipFile(next((folder / "dist").iterdir())) as archive:
+        assert LIBRARY in archive.namelist()
+    shutil.rmtree(folder / "build")
+    settings["MOONSHOT_BUILD"] = "complete"
+    assert subprocess.run(command, cwd=folder, env=settings, capture_output=True, timeout=300).returncode
 
 
 @pytest.mark.slow

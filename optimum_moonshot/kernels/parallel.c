@@ -1,11 +1,10 @@
 /* Threads: the OpenMP runtime that torch has loaded, since a second pool of threads would compete with its own. */
-#define _GNU_SOURCE
-#include <dlfcn.h>
 #include <stddef.h>
 
 #include "parallel.h"
 
-typedef void (*parallel_region)(void (*)(void *), void *, unsigned, unsigned);
+/* Null if torch has loaded none. A weak reference needs no library of its own, and no version of glibc, as dlsym does. */
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 
 #define TOGETHER 32 /* rows that the widest kernel unpacks together; parts begin at multiples of it, to leave no rest */
 
@@ -43,21 +42,17 @@ static void work(void *argument) {
 #define ALONE_BYTES (256 << 10) /* one thread processes less before others have started */
 
 void moonshot_run(row_task *t, int threads, int64_t passes, int64_t least) {
-    static parallel_region parallel;
     const int64_t rows = t->last - t->first;
     if (rows <= 0) return;
     const int64_t bytes = bytes_before(t, t->last);
     t->parts = 1;
     t->next = 0;
-    if (threads > 1 && bytes * passes >= ALONE_BYTES) {
-        if (!parallel) parallel = (parallel_region)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        if (parallel) {
-            t->parts = bytes / PART_BYTES < 2 * threads ? 2 * threads : bytes / PART_BYTES;
-            if (t->parts > 16 * threads) t->parts = 16 * threads;
-            if (t->parts > rows / least) t->parts = rows / least < 2 * threads ? 2 * threads : rows / least;
-            parallel(work, t, (unsigned)threads, 0);
-            return;
-        }
+    if (threads > 1 && bytes * passes >= ALONE_BYTES && GOMP_parallel) {
+        t->parts = bytes / PART_BYTES < 2 * threads ? 2 * threads : bytes / PART_BYTES;
+        if (t->parts > 16 * threads) t->parts = 16 * threads;
+        if (t->parts > rows / least) t->parts = rows / least < 2 * threads ? 2 * threads : rows / least;
+        GOMP_parallel(work, t, (unsigned)threads, 0);
+        return;
     }
     work(t);
 }

@@ -231,7 +231,7 @@ def test_the_sanitizers_report_nothing(tmp_path):
     objects = [tmp_path / f"{source.stem}.o" for source in SOURCES]
     for source, made in zip(SOURCES, objects, strict=True):
         subprocess.run([compiler, *checks, *flags.get(source.name, []), "-c", source, "-o", made], check=True)
-    subprocess.run([compiler, "-shared", *checks, *objects, "-ldl", "-o", path], check=True)
+    subprocess.run([compiler, "-shared", *checks, *objects, "-o", path], check=True)
     settings = {**os.environ, "LD_PRELOAD": os.path.realpath(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
     subprocess.run([sys.executable, str(GUARDED), str(path), *SETS], env=settings, check=True, timeout=300)
 

@@ -21,7 +21,7 @@ def build(folder: Path) -> Path:
         pytest.skip("no gcc, or no sources")
     tiles, path = Path(__file__).with_name("emulated_tiles.h"), folder / "emulated.so"
     command = [compiler, "-std=gnu11", "-O1", "-fPIC", "-shared", "-march=native", "-include", str(tiles)]
-    subprocess.run([*command, *(str(kernels / name) for name in SOURCES), "-ldl", "-o", str(path)], check=True)
+    subprocess.run([*command, *(str(kernels / name) for name in SOURCES), "-o", str(path)], check=True)
     return path
 
 

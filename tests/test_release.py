@@ -1,0 +1,68 @@
+"""What a release consists of: the version, the citation, the workflow and the container agree with the package."""
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from optimum_moonshot import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+SETTINGS = configparser.ConfigParser()
+SETTINGS.read(ROOT / "setup.cfg", encoding="utf-8")
+
+
+def test_the_changelog_and_the_citation_have_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0" and {"message", "title", "authors", "type"} < set(citation)
+    assert citation["version"] == __version__ and citation["license"] == SETTINGS["metadata"]["license"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {__version__} ({citation['date-released']})\n" in changelog
+
+
+def test_the_classifiers_are_the_versions_of_python_that_wheels_are_tested_on():
+    tomllib = pytest.importorskip("tomllib")
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"]["build"]
+    first, last = re.fullmatch(r"cp31\[(\d)-(\d)\]-manylinux_\*", build).groups()
+    classified = re.findall(r"Python :: (3\.\d+)$", SETTINGS["metadata"]["classifiers"], re.M)
+    assert classified == [f"3.1{minor}" for minor in range(int(first), int(last) + 1)]
+    assert SETTINGS["options"]["python_requires"] == f">={classified[0]}"
+
+
+def test_all_has_the_extras_of_users_that_fit_into_one_environment():
+    extras = SETTINGS["options.extras_require"]
+    assert extras["all"].strip() == "optimum-moonshot[peft,eval,vision]"
+    assert {"peft", "eval", "vision", "vllm"} < set(extras)
+
+
+def test_nothing_is_published_that_was_not_built_and_tested():
+    jobs = WORKFLOW["jobs"]
+    needed = {name for job in jobs.values() for name in [job.get("needs", [])] if isinstance(name, str)}
+    assert needed < set(jobs) and set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}  # trusted publishing, without a password
+    assert "startsWith(github.ref, 'refs/tags/')" in jobs["publish"]["if"]
+    assert WORKFLOW[True]["push"] == {"tags": ["v*"]}  # YAML 1.1 reads the key `on` as true
+    made = {
+        step["with"]["name"]
+        for job in jobs.values()
+        for step in job["steps"]
+        if "upload-artifact" in step.get("uses", "")
+    }
+    (fetched,) = (step["with"]["pattern"] for step in jobs["publish"]["steps"] if "with" in step)
+    assert fetched == "dist-*" and all(name.startswith("dist-") for name in made)
+
+
+def test_the_workflow_runs_files_that_exist():
+    commands = " ".join(step.get("run", "") for job in WORKFLOW["jobs"].values() for step in job["steps"])
+    named = re.findall(r"(?:tests|\.ci)/[\w./-]*[\w]", commands)
+    assert named and all((ROOT / path).exists() for path in named)
+
+
+def test_the_container_runs_the_demo_of_the_makefile():
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert lines[-1] == 'CMD ["make", "demo"]' and "demo" in targets
+    assert "RUN make .venv/.installed" in lines
