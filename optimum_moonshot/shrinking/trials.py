@@ -33,19 +33,20 @@ class Measurements:
     """Numbers by name, in files of a folder, from which a repeated run takes them."""
 
     def __init__(self, folder: RunFolder | None, parts: Parts):
-        self.folder, self.values = folder, dict[str, float]()
+        self.folder, self.values = folder, dict[str, float]()  # in the order of their use, also in a repeated run
+        self._stored: dict[str, float] = {}
         if folder is not None and folder.open(fingerprint(parts), parts):
             stored = (values for _, values, _ in folder.saved(MEASURED) if values is not None)
-            self.values = {each["name"]: each["value"] for each in stored}
+            self._stored = {each["name"]: each["value"] for each in stored}
 
     def keep(self, name: str, measure: Callable[[], float]) -> float:
         """The number of this name, measured if it is missing."""
-        if name not in self.values:
-            value = measure()
+        if name not in self._stored:
+            self._stored[name] = measure()
             if self.folder is not None:
-                self.folder.save(MEASURED, name.replace("/", "-"), {}, {"name": name, "value": value})
-            self.values[name] = value
-        return self.values[name]
+                values = {"name": name, "value": self._stored[name]}
+                self.folder.save(MEASURED, name.replace("/", "-"), {}, values)
+        return self.values.setdefault(name, self._stored[name])
 
     def release(self) -> None:
         if self.folder is not None:

@@ -17,6 +17,7 @@ ROOT = TESTS.parents[1]
 
 
 FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
+LATER = ("rotate", "prune, rotated", "distill, quantized", "shrink", "reduce width")
 
 
 def run(tmp_path, *options):
@@ -29,9 +30,10 @@ def run(tmp_path, *options):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_killed_command_gives_the_same_files_when_rerun(tmp_path):
-    results = run(tmp_path, "--kills", "1", "--operations", "1", "--meetings", "0", "--commands", *FEW)
-    assert tuple(results) == FEW
+@pytest.mark.parametrize("kinds", [FEW, LATER], ids=["prune", "rotate and shrink"])
+def test_a_killed_command_gives_the_same_files_when_rerun(tmp_path, kinds):
+    results = run(tmp_path, "--kills", "1", "--operations", "1", "--meetings", "0", "--commands", *kinds)
+    assert tuple(results) == kinds
     for counts in (how for kind in results.values() for how in kind.values()):
         assert counts["wrong"] == [] and counts["kills"] >= 1 and counts["identical"] == counts["tries"] > 0
 

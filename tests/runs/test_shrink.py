@@ -204,7 +204,7 @@ def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch
     monkeypatch.setattr(trials, "mean_loss", fail)
     monkeypatch.setattr(shrink, "_solve", fail)
     pruner, second = shrunk(parameters=0.7, resume_dir=tmp_path)
-    assert dataclasses.replace(second) == first
+    assert dataclasses.replace(second) == first and list(second.measured) == list(first.measured)
     _, other = shrunk(parameters=0.9, resume_dir=tmp_path)
     assert other.chosen.loss <= first.chosen.loss
     pruner.save_pretrained(tmp_path / "saved")

@@ -1,7 +1,8 @@
-"""Commands that SIGKILL ends at any moment: a rerun must give the files of an undisturbed command.
+"""Commands that a signal ends at any moment: a rerun must give the files of an undisturbed command.
 
 A process that has imported everything forks a child for each trial, so that kills hit the work, not the imports.
-Children are killed at random moments, or just before one of the file operations below their folder: one trial for each.
+Children are killed at random moments, by SIGKILL or SIGTERM, or just before one of the file operations below their
+folder, where their temporary files are, too: one trial for each.
 Reruns are killed too, up to four times in a row. After each kill, any model that loads must be complete; after the last
 rerun, every file must equal the undisturbed one bit for bit, except for the notes about the kills. Clocks are constant
 in the children, because the seconds and peak memory in reports and cards differ from run to run.
@@ -46,11 +47,18 @@ COMMANDS = {
     "distill": [*PRUNE, "--recover", "distill", "--recover-steps", "6"],
     "sweep": ["sweep", *PRUNE[1:2], "--patterns", "2:4", *PRUNE[4:], "--lambdas", "0.5", "1", "--seeds", "0", "1",
               "--save"],
+    "rotate": ["rotate", "MODEL", "--pattern", "2:4", "--calibration", "TEXT", *DATA, "--rotation-steps", "24"],
+    "prune, rotated": [*PRUNE, "--rotation", "learned", "--rotation-steps", "24"],
+    "prune, quantized": [*PRUNE, "--bits", "4", "--quant-group", "64", "--format", "packed"],
+    "distill, quantized": [*PRUNE, "--bits", "4", "--recover", "distill", "--recover-steps", "6", "--format", "packed"],
+    "shrink": ["shrink", "MODEL", "--parameters", "0.8", "--calibration", "TEXT", *DATA],
     "convert to packed": ["convert", "DENSE", "--format", "packed"],
     "convert to dense": ["convert", "PACKED", "--format", "dense"],
 }  # fmt: skip
+WIDTH = "reduce width"  # in Python, without a folder to resume from
 SAVES = ("save, dense", "save, packed")  # over a model of the other format: the result is either one, or nothing
-KINDS = (*COMMANDS, *SAVES)
+KINDS = (*COMMANDS, WIDTH, *SAVES)
+SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 IN_A_ROW = 4
 LONGEST = 120  # seconds; no command takes as long
 ABOUT_KILLS = re.compile(r"taken over from an interrupted run|were thrown away and made again")
@@ -87,7 +95,7 @@ class Stage:
     def prepare(self, kind, folder):
         """Create the folder as it is before the command."""
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        (folder / "temporary").mkdir(parents=True)
         if kind in SAVES:
             shutil.copytree(self.root / ("packed" if kind == SAVES[0] else "dense"), folder / "out")
 
@@ -96,6 +104,13 @@ class Stage:
         if kind in SAVES:
             format = kind.rpartition(" ")[2]
             self.pruner.save_pretrained(folder / "out", format=format, max_shard_size="100KB")
+            return
+        if kind == WIDTH:
+            config = MoonshotConfig(pattern="2:4", num_samples=4, sequence_length=32, batch_size=2)
+            pruner = MoonshotPruner.from_pretrained(self.root / "model", config)
+            pruner.reduce_width(24, self.root / "text.txt")
+            pruner.prune(self.root / "text.txt", progress=False)
+            pruner.save_pretrained(folder / "out", format="packed")
             return
         places = {"MODEL": "model", "TEXT": "text.txt", "DENSE": "dense", "PACKED": "packed"}
         argv = [str(self.root / places[part]) if part in places else part for part in COMMANDS[kind]]
@@ -161,6 +176,7 @@ class Child:
                 faulthandler.dump_traceback_later(LONGEST - 5)
                 os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)
                 freeze_clocks()
+                tempfile.tempdir = str(folder / "temporary")
                 counted = []
                 watch(folder, operation, counted)
                 work()
@@ -171,8 +187,8 @@ class Child:
     def _errors(self, child):
         return self.folder.with_name(f"errors-{child}.txt")
 
-    def end(self, moment=None):
-        """Wait for the process, and kill it after `moment` seconds.
+    def end(self, moment=None, deadly=signal.SIGKILL):
+        """Wait for the process, and end it by a signal after `moment` seconds.
 
         Returns:
             "killed", the number of file operations, or the last line of its error.
@@ -181,7 +197,7 @@ class Child:
         while (ended := os.waitpid(self.id, os.WNOHANG))[0] == 0:
             hangs = time.monotonic() - started > LONGEST
             if hangs or (moment is not None and time.monotonic() - started >= moment):
-                os.kill(self.id, signal.SIGKILL)
+                os.kill(self.id, signal.SIGKILL if hangs else deadly)
             time.sleep(0.0005)
         count, errors = os.read(self._count, 100), self._errors(self.id)
         os.close(self._count)
@@ -190,7 +206,7 @@ class Child:
         if hangs:
             return f"no end after {LONGEST} s: {message}"
         if os.WIFSIGNALED(ended[1]):
-            assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
+            assert os.WTERMSIG(ended[1]) in SIGNALS, f"signal {os.WTERMSIG(ended[1])}"
             return "killed"
         return int(count) if count else message.rpartition("\n")[2]
 
@@ -237,6 +253,7 @@ class Tries:
         self.before = weights(self.folder / "out")
         self.seconds = float("inf")
         self.operations = self.run()
+        assert isinstance(self.operations, int), f"{kind}: {self.operations}"
         self.expected = files(self.folder)
         self.after = weights(self.model())
 
@@ -244,10 +261,11 @@ class Tries:
         self.left, self.wrong = collections.Counter(), []
         self.kills = self.identical = self.tries = 0
 
-    def run(self, moment=None, operation=None):
+    def run(self, moment=None, operation=None, deadly=signal.SIGKILL):
         """One run; the shortest complete one sets the range of random moments."""
         started = time.monotonic()
-        ended = Child(functools.partial(self.stage.work, self.kind, self.folder), self.folder, operation).end(moment)
+        child = Child(functools.partial(self.stage.work, self.kind, self.folder), self.folder, operation)
+        ended = child.end(moment, deadly)
         if self.fresh and ended != "killed":
             self.seconds = min(self.seconds, time.monotonic() - started)
         self.fresh = False
@@ -289,7 +307,8 @@ class Tries:
         """Run trials until `count` kills have hit."""
         rng = random.Random(f"{self.kind} {seed}")
         while self.kills < count:
-            self.once(f"try {self.tries}", *({"moment": rng.uniform(0, self.seconds)} for _ in range(IN_A_ROW)))
+            ways = [{"moment": rng.uniform(0, self.seconds), "deadly": rng.choice(SIGNALS)} for _ in range(IN_A_ROW)]
+            self.once(f"try {self.tries}", *ways)
 
     def at_operations(self, operations, seed):
         """Kill before these operations, and the rerun before a random one; the next rerun completes."""
@@ -362,7 +381,7 @@ def main():
     parser.add_argument("--meetings", type=int, default=20, help="of each pair of commands that write to one folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", nargs="*", choices=KINDS, default=KINDS)
-    parser.add_argument("--json", type=Path, help="file of the results")
+    parser.add_argument("--json", type=Path, help="file of the results; those of other commands are kept")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -370,7 +389,8 @@ def main():
     share_nothing()
     results = run_all(options.commands, options.kills, options.operations, options.meetings, options.seed)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        kept = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+        options.json.write_text(json.dumps(kept | results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     wrong = [line for kind in results.values() for how in kind.values() for line in how["wrong"]]
     print(*wrong, sep="\n")
     return bool(wrong)
