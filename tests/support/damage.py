@@ -2,7 +2,7 @@
 
 A damaged packed folder loads with its original weights or is refused. A dense one has no checksums: its readers must
 not fail in another way, but its weights may differ. A run that resumes from damaged results ends with the weights and
-the report of an undisturbed run, or is refused.
+the report of an undisturbed run, or is refused; so does one that rotates before it prunes, and one that shrinks.
 
 As a program it covers more seeds than the test:  python tests/support/damage.py --count 10000
 """
@@ -27,14 +27,19 @@ from safetensors.torch import load_file
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, verify
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
-PACKED = ("packed", "quantized")
+PACKED = ("packed", "quantized", "experts")
 READERS = {
     **dict.fromkeys(PACKED, ("load_pruned", "load_pruned, packed", "convert", "from_pretrained", "verify")),
     "dense": ("load_pruned", "convert", "verify"),
-    "run": ("resume",),
+    **dict.fromkeys(("run", "rotation", "shrink"), ("resume",)),
 }
-# Settings of the run whose results are damaged; it writes both kinds of results.
+# Settings of the runs whose results are damaged; the first writes weights and recovered blocks.
 RUN = {"solver": "wanda", "pattern": "2:4", "lam": 1.0, "recover": "blockwise", "recover_steps": 2, "num_samples": 2}
+RUNS = {
+    "run": RUN,
+    "rotation": {**RUN, "recover": None, "rotation": "learned", "rotation_steps": 4},
+    "shrink": {"solver": "osscar", "pattern": "structured", "sparsity": 0.0, "num_samples": 2},
+}
 DEEP = "deep"  # stands for 100,000 nested brackets
 VALUES = [
     None, True, False, -1, 0, 1, 7, 2**31, 2**70, 1.5, float("inf"), "", "x", "../x", "/x", "F16", "float16", [], [1],
@@ -47,13 +52,12 @@ COUNT, COUNTS = "num_hidden_layers", (None, "2", 0, 1, 3, -1)
 def make_folder(folder, format="packed"):
     """Save a pruned model of two layers, some matrices square, in several files; returns its weights.
 
-    For the format "quantized": packed integer codes. For "run": the folder of a finished run; returns its report with
-    the weights.
+    For the format "quantized": packed integer codes; for "experts": a mixture. For a run: the folder of a finished one;
+    returns its report with the weights.
     """
-    model = make_model()
-    if format == "run":
-        pruner = _resume(model, folder)
-        return model.state_dict() | _report_tensors(pruner.report)
+    if format in RUNS:
+        return _resume(folder, format)
+    model = make_model(format)
     rules = {"q_proj": "2:4", "mlp": "1:4", "[kvo]_proj": 0.6}
     pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="unstructured", allocation=rules))
     pruner.prune(progress=False)
@@ -66,27 +70,39 @@ def make_folder(folder, format="packed"):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def make_model():
+def make_model(format="packed"):
     """The dense model."""
     torch.manual_seed(0)
-    config = hf.LlamaConfig(
+    config = dict(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return hf.LlamaForCausalLM(config).bfloat16().eval()
+    if format == "experts":
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**config, num_local_experts=2, num_experts_per_tok=1))
+    else:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**config))
+    return model.bfloat16().eval()
 
 
-def _resume(model, folder):
-    pruner = MoonshotPruner(model, MoonshotConfig(**RUN))
-    tokens = torch.arange(3, 27).view(2, 12)
-    pruner.prune([{"input_ids": tokens}], progress=False, resume_dir=folder)
-    return pruner
+def _resume(folder, format):
+    """The weights of a run in this folder, with its report."""
+    pruner = MoonshotPruner(make_model(), MoonshotConfig(**RUNS[format]))
+    data = {"calibration": [{"input_ids": torch.arange(3, 27).view(2, 12)}], "progress": False, "resume_dir": folder}
+    if format == "shrink":
+        pruner.shrink(**data, parameters=0.8)
+    else:
+        pruner.prune(**data)
+    return pruner.model.state_dict() | _report_tensors(pruner.report)
 
 
 def _report_tensors(report):
     """The fields of a report that do not depend on time, as tensors to add to the weights."""
     layers = {each.name: (each.sparsity, each.reconstruction, each.loss) for each in report.layers}
     layers |= {each.name: (each.loss_before, each.loss_after, each.steps) for each in report.recovery}
+    if report.rotation is not None:
+        layers["the rotation"] = report.rotation.objective_before, report.rotation.objective_after
+    if report.shrink is not None:
+        layers |= {name: (loss,) for name, loss in report.shrink.measured.items()}
     return {f"report of {name}": torch.tensor(values) for name, values in layers.items()}
 
 
@@ -190,17 +206,19 @@ def read(reader, folder, output, format):
     if reader == "from_pretrained":
         return hf.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     if reader == "resume":
-        model = make_model()
-        pruner = _resume(model, folder)
-        return model.state_dict() | _report_tensors(pruner.report)
+        return _resume(folder, format)
     if reader == "load_pruned":
         return load_pruned(folder).state_dict()
     if reader == "convert":
         convert(folder, output, "dense" if format in PACKED else "packed")
-        if format == "dense":
+        if format in ("dense", "experts"):  # experts are separate in files
             return load_pruned(output).state_dict()
         return {name: tensor for path in output.glob("*.safetensors") for name, tensor in load_file(path).items()}
     model = load_pruned(folder, runtime="packed")
+    if format == "experts":
+        pruner = MoonshotPruner(model, MoonshotConfig(pattern="2:4"))
+        pruner.to_runtime("dense")
+        return pruner.model.state_dict()
     dense = {name: module.weight for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in dense}
     return {**state, **{f"{name}.weight": weight for name, weight in dense.items()}}
