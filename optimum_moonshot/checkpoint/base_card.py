@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -90,7 +91,9 @@ def split(name: str | None, card: ModelCard) -> Base:
     entry, copied = data.get("moonshot"), _copied(data)
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("solver", "pattern")):
         if "moonshot" in data:
-            _log.warning("the card's entry moonshot=%.60r is not of this package: it is kept as another's card", entry)
+            # Not %r: YAML's aliases may make it larger than any memory.
+            shown = short(entry)
+            _log.warning("the card's entry moonshot=%.60s is not of this package: it is kept as another's card", shown)
         # Fields of the dense model alone, such as its evaluations, training data and terms.
         rest = {key: value for key, value in data.items() if key not in {*copied, *_REPLACED}}
         block = f"\n{code_block(yaml_dump(rest, sort_keys=False).strip(), 'yaml')}" if rest else ""

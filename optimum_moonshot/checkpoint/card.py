@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import transformers
@@ -111,7 +112,7 @@ def read_entry(card: ModelCard) -> Mapping[str, Any]:
     """The entry `moonshot` of a card of this package; `MoonshotError` if it has none that is valid."""
     entry = card.data.to_dict().get("moonshot")
     if not isinstance(entry, Mapping) or not isinstance(entry.get("pattern"), str):
-        raise MoonshotError(f"moonshot={entry!r:.60}: not an entry of this package")
+        raise MoonshotError(f"moonshot={short(entry):.60}: not an entry of this package")
     return entry
 
 

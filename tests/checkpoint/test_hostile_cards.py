@@ -214,3 +214,13 @@ def test_a_conversion_copies_our_card_if_it_is_damaged(tmp_path):
         content = path.read_bytes()
         convert(tmp_path / "dense", tmp_path / "packed", "packed")
         assert (tmp_path / "packed" / "README.md").read_bytes() == content
+
+
+def test_an_entry_of_nested_aliases_is_shortened(tmp_path, caplog):
+    """Written out, its 10¹² words would take all memory."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (tmp_path / "README.md").write_text("\n".join(["---", *lines, "moonshot: *a11", "---", "# Name"]))
+    base = find_base(str(tmp_path))
+    assert base.text.startswith("# Name") and "moonshot=[[[" in caplog.text
+    assert Facts.read(tmp_path, None, "dense") is None
