@@ -94,7 +94,7 @@ def locked(path: Path, timeout: float = 0) -> Iterator[None]:
 
 
 def check_folder(field: str, path: Any) -> None:
-    """Raise `MoonshotError` for a path that is not a folder and cannot become one."""
+    """Raise `MoonshotError` for a path that is not a folder that can be written, and cannot become one."""
     check_path(field, path)
     folder = Path(path)
     with writing(field, path):  # a name may be too long for `exists`
@@ -103,6 +103,8 @@ def check_folder(field: str, path: Any) -> None:
     link = "is a link to a folder that does not exist"
     require(not dangling, link, field=field, value=folder, hint="create that folder, or give another")
     require(not file, "is a file", field=field, value=folder, hint="give a folder")
+    writable = not folder.is_dir() or os.access(folder, os.W_OK)
+    require(writable, "cannot be written: it is read-only", field=field, value=folder, hint="give another folder")
 
 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:

@@ -1,4 +1,4 @@
-"""Started by `test_distributed_training.py` in two processes: training under DDP, under FSDP2 and under the Trainer."""
+"""Started by `test_distributed_training.py` in two processes: training under DDP, FSDP 1 and 2, and the Trainer."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers as hf
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from masked_models import loss_of, pruned, zeros
 from models import make, token_batches
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from training_runs import CONFIG, samples, trainer
 
@@ -85,6 +87,38 @@ def under_the_trainer(folder):
             assert torch.equal(first, parameter)
 
 
+def sharded_by_the_trainer(folder):
+    """accelerate's FSDP 2, which it replaces by DDP on CPUs unless its state is set."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
+    for callback, model in [(MoonshotCallback(), pruned()), (MoonshotCallback(CONFIG, begin_step=2), make("llama"))]:
+        before = zeros(model) if callback.config is None else None
+        run = trainer(folder, model, callback, data=samples(64))
+        state = run.accelerator.state
+        state.fsdp_plugin, state.distributed_type, run.is_fsdp_enabled = plugin, DistributedType.FSDP, True
+        try:
+            run.train()
+        except MoonshotError as error:
+            assert before is None and "a model sharded by fully_shard cannot be pruned" in str(error)
+            assert run.state.global_step == 0
+            continue
+        layers = find_pruned(run.model)
+        assert all(isinstance(layer.parameter, DTensor) for layer in layers)
+        assert all(torch.equal(layer.parameter.full_tensor() == 0, before[layer.name]) for layer in layers)
+
+
+def flattened():
+    """FSDP 1 is refused before the first step."""
+    model = FullyShardedDataParallel(pruned(), device_id=torch.device("cpu"))
+    try:
+        MoonshotCallback().on_train_begin(None, hf.TrainerState(max_steps=6), None, model=model)
+    except MoonshotError as error:
+        assert "flattens the weights" in str(error) and "use fully_shard" in str(error)
+    else:
+        raise AssertionError("flattened weights were taken")
+
+
 def refused():
     model = make("llama")
     fully_shard(model)
@@ -103,6 +137,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     fully_sharded(data_parallel())
     refused()
+    flattened()
     under_the_trainer(sys.argv[1])
+    sharded_by_the_trainer(sys.argv[1])
     (Path(sys.argv[1]) / f"done-{dist.get_rank()}").touch()  # their output may interleave
     dist.destroy_process_group()
