@@ -221,8 +221,10 @@ class _Fuse(ConversionOps):
         parameter = self.stacked[target]
         path, _, key = parameter.rpartition(".")
         mixture = model.get_submodule(path)
-        codec = mixture.packed[key].codec
+        codec, shape = mixture.packed[key]
         matrices = list(self._packed(parameter, order, tensors, mixture.is_transposed, kwargs))
+        stored = sum(each.shape[0] for each in matrices), *{each.shape[1] for each in matrices}
+        require(stored == shape, f"{parameter}: its experts are saved as {stored}, config.json says {shape}")
         parts = codec.stack([matrix.parts for matrix in matrices], [matrix.shape for matrix in matrices])
         dtype = self.dtypes[target]
         return {

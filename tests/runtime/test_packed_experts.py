@@ -5,11 +5,13 @@ import pickle
 
 import pytest
 import torch
+from checkpoint_edits import change_config
 from checkpoints import assert_same, tensors
+from damage import make_folder
 from packed_models import assert_state, held, state
 from tiny_mixtures import FAMILIES, family, mixtral, prune
 
-from optimum_moonshot import load_pruned
+from optimum_moonshot import MoonshotError, load_pruned
 from optimum_moonshot.packing import Bitmask
 from optimum_moonshot.runtime.packed_mixture import PackedMixture
 
@@ -284,3 +286,12 @@ def test_experts_compile_to_one_graph():
     with torch.no_grad():
         expected = packed(hidden, index, torch.ones(6, 2))
         assert torch.allclose(compiled(hidden, index, torch.ones(6, 2)), expected)
+
+
+@pytest.mark.parametrize("changes", [{"intermediate_size": 100}, {"intermediate_size": 8}, {"num_local_experts": 4}])
+def test_experts_of_other_shapes_than_in_config_json_are_refused(tmp_path, changes):
+    make_folder(tmp_path, "experts")
+    change_config(tmp_path, **changes)
+    for runtime in ("dense", "packed"):
+        with pytest.raises(MoonshotError, match="cannot load it"):
+            load_pruned(tmp_path, runtime=runtime)
