@@ -57,7 +57,7 @@ TWO_OBJECTIVES = (OWN, "OSSCAR")  # this package's
 
 
 def methods(name: str) -> list[str]:
-    return [*EXPERTS] if name == "mixture" else [*PEERS, OWN]
+    return [*EXPERTS, OWN] if name == "mixture" else [*PEERS, OWN]
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
