@@ -57,7 +57,7 @@ TWO_OBJECTIVES = (OWN, "OSSCAR")  # this package's
 
 
 def methods(name: str) -> list[str]:
-    return [*EXPERTS] if name == "mixture" else [*PEERS, OWN]
+    return [*EXPERTS, OWN] if name == "mixture" else [*PEERS, OWN]
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
@@ -66,8 +66,8 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
         (seed, share, f"{method}, {recovery}", lam)
         for recovery in options.recoveries
         for seed in options.seeds
-        for method in methods(name)
-        if seed == options.seeds[0] or not method.startswith("magnitude")
+        for method in options.methods or methods(name)
+        if method in methods(name) and (seed == options.seeds[0] or not method.startswith("magnitude"))
         for share in options.steps
         for lam in (options.lambdas if method in TWO_OBJECTIVES else LAMBDAS[:1])
         if recovery != "block-wise" or method in TWO_OBJECTIVES
@@ -177,6 +177,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("models", nargs="+", choices=MODELS)
     arguments.add_argument("--recoveries", nargs="+", default=list(RECOVERIES), choices=RECOVERIES)
+    arguments.add_argument("--methods", nargs="+", choices=[*PEERS, OWN, *EXPERTS], help="all without it")
     add_options(arguments, SHARES, LAMBDAS)
     options = arguments.parse_args()
     torch.set_num_threads(1)
