@@ -17,7 +17,7 @@ ROOT = TESTS.parents[1]
 
 
 FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
-LATER = ("rotate", "prune, rotated", "distill, quantized", "shrink", "reduce width")
+LATER = ("rotate", "distill, quantized", "shrink", "reduce width")
 
 
 def run(tmp_path, *options):
@@ -83,9 +83,12 @@ def test_the_guide_has_the_figures_of_the_result_files():
     assert all(kills[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
     assert not any("WRONG" in verdict for counts in damage.values() for verdict in counts)
     meetings = sum(kills[f"{first}, and {second}"]["two writers"]["meetings"] for first, second in MEETINGS)
+    ranks = json.loads((results / "rank_kills.json").read_text(encoding="utf-8"))
+    assert ranks["kills"] >= 30 and not ranks["wrong"]
     guide = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     figures = [f"{sum(how['kills'] for how in tries)} kills in {sum(how['tries'] for how in tries)} tries"]
     figures += [f"{counts['damages']:,} damages" for counts in damage.values()] + [f"{meetings} meetings"]
+    figures += [f"{ranks['kills']} kills: "]
     figures += [f"{_count(damage['packed'], 'refused'):,} refused, {_count(damage['packed'], 'same weights'):,} with"]
     figures += [f"{damage['dense']['load_pruned: other weights']} loaded with other"]
     assert [words for words in figures if words not in guide] == []
