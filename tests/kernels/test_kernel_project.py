@@ -116,15 +116,15 @@ def test_the_operator_for_gpus_passes_opcheck(project):
     code = f"""
 import sys, torch
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
-import test_hub
+import test_kernel_project
 from pathlib import Path
 library = torch.library.Library("hub_gpu_test", "DEF")
 matrix = "Tensor values, Tensor meta, Tensor? offsets"
 library.define(f"packed_linear(Tensor inputs, {{matrix}}, Tensor? bias, int window) -> Tensor")
-module = test_hub.load(Path({str(project)!r}), "hub_gpu_test")
+module = test_kernel_project.load(Path({str(project)!r}), "hub_gpu_test")
 from hub_gpu_test.triton_linear import packed_linear
 library.impl("packed_linear", packed_linear, "CPU")
-test_hub.check_operator(module.ops.packed_linear.default)
+test_kernel_project.check_operator(module.ops.packed_linear.default)
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=240)
