@@ -1,4 +1,4 @@
-"""For kernel-builder, which loads the built kernel; tests/kernels/test_kernel_project.py compiles it without kernel-builder."""
+"""For kernel-builder, which loads the built kernel; test_kernel_project.py compiles it without kernel-builder."""
 
 import kernels
 import pytest
