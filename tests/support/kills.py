@@ -30,6 +30,7 @@ import time
 import types
 from pathlib import Path
 
+import filelock._api
 import torch
 import transformers as hf
 from tqdm import tqdm
@@ -118,7 +119,8 @@ class Stage:
 
 
 def freeze_clocks():
-    """Make clocks and memory counters constant in every process."""
+    """Make clocks and memory counters constant in every process, except for the time-outs of locks."""
+    filelock._api.time = types.SimpleNamespace(**vars(time))
     time.perf_counter = lambda: 0.0
     resource.getrusage = lambda who: types.SimpleNamespace(ru_maxrss=0)
 
@@ -160,10 +162,7 @@ def watch(folder, deadly, counted):
 
 
 class Child:
-    """A forked process that calls `work` and counts the file operations below `folder`.
-
-    It is killed just before number `operation`.
-    """
+    """A forked process that calls `work`, and is killed just before this file operation below `folder`."""
 
     def __init__(self, work, folder, operation=None):
         self.folder = folder
