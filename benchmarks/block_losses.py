@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimum_moonshot.data.batches import Batch, batch_size, spread_samples
+from optimum_moonshot.data.batches import Batch, sample_count, spread_samples
 from optimum_moonshot.errors import require
 from optimum_moonshot.model.calls import first_tensor, frozen, model_device, run_model, to_device
 from optimum_moonshot.model.depth import skipping
@@ -44,7 +44,7 @@ class BlockLosses:
         self.names = tuple(block.name for block in self.blocks)
         model, loss = prepared.model, prepared.subject.loss
         self.batches = spread_samples(prepared.calibration.batches, SAMPLES)
-        self.samples = sum(map(batch_size, self.batches))
+        self.samples = sample_count(self.batches)
         with frozen(model), torch.no_grad(), onloaded_in_turn(self.blocks):
             sequential = prepared.block_probe is not None or is_sequential(
                 model, self.blocks, prepared.probe, False, loss

@@ -65,8 +65,7 @@ def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     samples, storage, backoff = prepared.calibration.num_samples, prepared.storage, prepared.backoff
 
     def visit(stage: Stage) -> None:
-        here = backoff.samples_here(samples)
-        with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False, here=here)) as observer:
+        with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False)) as observer:
             stage.observe(observer, advance=True)
         squares.update({each.name: observer.take(each).inputs for each in stage.layers if observer.reached(each)})
 

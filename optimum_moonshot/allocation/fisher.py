@@ -23,7 +23,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from ..data.batches import batch_size, spread_samples
+from ..data.batches import sample_count, spread_samples
 from ..model.layers import PrunableLayer
 from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
@@ -95,7 +95,7 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
     """
     started, selection, data = time.perf_counter(), prepared.selection, prepared.calibration
     batches = spread_samples(data.batches, sampled_count(data.num_samples))
-    data = dataclasses.replace(data, batches=batches, num_samples=sum(map(batch_size, batches)))
+    data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
     sampled = dataclasses.replace(prepared, selection=selection.of_the_dense_model(lam=0.0), data=data)
     names = [layer.name for layer in selection.layers]
     lacking = sum(any(name not in variant.store.curves for variant in variants) for name in names)

@@ -1,6 +1,6 @@
 """Statistics of several processes that share the samples, merged into those of all samples."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
@@ -22,7 +22,7 @@ def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:
             ranks.all_reduce(total)
         if sums.gradients is not None:
             shard, sums.gradients = sums.gradients, sums.gradients.new_empty(sums.samples, sums.mixture.count)
-            ranks.gather_rows(shard, sums.gradients, sums.samples)
+            ranks.gather_rows(shard, sums.gradients, ranks.all_gather_object(len(shard)))
 
 
 def merge_statistics(observer: Observer, ranks: Ranks, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
@@ -35,10 +35,11 @@ def merge_statistics(observer: Observer, ranks: Ranks, owners: Mapping[str, Owne
         MoonshotError: layers share their statistics in some processes only, or a statistic cannot be merged.
     """
     _merge_inputs(observer, ranks)
+    sizes = ranks.all_gather_object(observer.here) if observer.gradients else []
     for layer in observer.layers:
         owner, sums = owners.get(layer.name), observer.gradients.get(layer.name)
         for statistic in sums.statistics if sums is not None else ():
-            _merge_gradients(statistic, ranks, owner)
+            _merge_gradients(statistic, ranks, owner, sizes)
         if isinstance(owner, int) and owner != ranks.rank:
             observer.gradients.pop(layer.name, None)
 
@@ -64,7 +65,7 @@ def _merge_inputs(observer: Observer, ranks: Ranks) -> None:
         inputs.of_layer[layer.name] = merged[key]
 
 
-def _merge_gradients(statistic: GradientStatistic, ranks: Ranks, owner: Owner) -> None:
+def _merge_gradients(statistic: GradientStatistic, ranks: Ranks, owner: Owner, sizes: Sequence[int]) -> None:
     partial = statistic.partial()
     if isinstance(partial, Small):
         if isinstance(owner, tuple):
@@ -73,7 +74,7 @@ def _merge_gradients(statistic: GradientStatistic, ranks: Ranks, owner: Owner) -
     elif isinstance(partial, Summed):
         statistic.combine(_reduced(partial.tensor, ranks, owner))
     else:
-        statistic.combine(_gathered(partial, ranks, owner))
+        statistic.combine(_gathered(partial, ranks, owner, sizes))
 
 
 def _reduced(tensor: Tensor, ranks: Ranks, owner: Owner) -> Tensor:
@@ -87,16 +88,17 @@ def _reduced(tensor: Tensor, ranks: Ranks, owner: Owner) -> Tensor:
     return tensor[parts[ranks.rank]].clone()
 
 
-def _gathered(partial: Stacked, ranks: Ranks, owner: Owner) -> Tensor:
+def _gathered(partial: Stacked, ranks: Ranks, owner: Owner, sizes: Sequence[int]) -> Tensor:
+    """The samples of all processes, of which each has `sizes[rank]`."""
     tensor, samples = partial.tensor, partial.samples
     if isinstance(owner, tuple):
         shard = tensor[:, owner[ranks.rank]]
         whole = partial.empty((samples, *shard.shape[1:]))
-        ranks.all_to_all([tensor[:, rows] for rows in owner], whole, samples)
+        ranks.all_to_all([tensor[:, rows] for rows in owner], whole, sizes)
         return whole
     if owner in (None, ranks.rank):
         whole = partial.empty((samples, *tensor.shape[1:]))
-        ranks.gather_rows(tensor, whole, samples, owner)
+        ranks.gather_rows(tensor, whole, sizes, owner)
         return whole
-    ranks.gather_rows(tensor, None, samples, owner)
+    ranks.gather_rows(tensor, None, sizes, owner)
     return tensor

@@ -274,6 +274,7 @@ class Observer(AbstractContextManager["Observer"]):
         into: Mapping[str, Tensor] | None = None,
     ):
         self.layers, self.diagonal, self.samples = layers, diagonal, samples
+        self.here = samples if here is None else here
         self.kind: type[InputSum] = InputSquares if diagonal else Gram
         kinds: list[type[InputStatistic]] = [self.kind, *(kind for kind in extra if issubclass(kind, InputStatistic))]
         kinds += [TokenCounts] if any(layer.separate for layer in layers) else []

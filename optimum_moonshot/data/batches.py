@@ -4,7 +4,7 @@ A batch of one sample may contain tensors of other lengths, such as the patches 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ def digest(batches: list[Batch]) -> str:
 def batch_size(batch: Batch) -> int:
     """The number of samples, by the main input: tensors of a single sample may have other lengths."""
     return len(batch[next((name for name in SAMPLE_DIMS if name in batch), next(iter(batch)))])
+
+
+def sample_count(batches: Sequence[Batch]) -> int:
+    """The number of samples in all batches."""
+    return sum(map(batch_size, batches))
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:

@@ -42,8 +42,12 @@ class Ranks:
         return 0 if self.group is None else self.group.collectives
 
     def shard(self, count: int) -> range:
-        """The samples of this process, of `count` in all."""
+        """The share of this process in `count` items."""
         return shards(count, self.size)[self.rank]
+
+    def shard_sizes(self, count: int) -> list[int]:
+        """The number of items that each process has of `count`, by rank."""
+        return [len(shard) for shard in shards(count, self.size)]
 
     def barrier(self) -> None:
         """Wait for all processes.
@@ -89,30 +93,28 @@ class Ranks:
         if self.group is not None:
             self.group.all_reduce(tensor, owner)
 
-    def gather_rows(self, part: Tensor, whole: Tensor | None, count: int, owner: int | None = None) -> None:
-        """Gather this process's samples [n, …] and those of all others into `whole` [N, …], in order.
+    def gather_rows(self, part: Tensor, whole: Tensor | None, sizes: Sequence[int], owner: int | None = None) -> None:
+        """Gather this process's samples [n, …] and those of all others into `whole` [N, …], in the order of the ranks.
 
-        Only the owner needs them, where there is one; `whole` is None in the other processes.
+        `sizes` has the number of samples of each process. Only the owner needs them, where there is one; `whole` is
+        None in the other processes.
         """
         if self.group is None:
             assert whole is not None
             whole.copy_(part)
             return
         parts = [part if owner in (None, rank) else None for rank in range(self.size)]
-        self.group.exchange(parts, self._split(whole, count))
+        self.group.exchange(parts, [None] * self.size if whole is None else [*whole.split([*sizes])])
 
-    def all_to_all(self, parts: Sequence[Tensor], whole: Tensor, count: int) -> None:
+    def all_to_all(self, parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int]) -> None:
         """Gather the samples of all processes into `whole` [N, …], in order, of which each needs another part.
 
-        `parts` has the part of this process's samples that each process needs, [n, …] each.
+        `parts` has the part of this process's samples that each process needs, [n, …] each; `sizes` as `gather_rows`.
         """
         if self.group is None:
             whole.copy_(parts[0])
             return
-        self.group.exchange(parts, self._split(whole, count))
-
-    def _split(self, whole: Tensor | None, count: int) -> list[Tensor | None]:
-        return [None if whole is None else whole[shard.start : shard.stop] for shard in shards(count, self.size)]
+        self.group.exchange(parts, whole.split([*sizes]))
 
     def check_equal(self, what: str, values: Mapping[str, str]) -> None:
         """Check that values are the same in all processes; `what` and the first name that differs are in the message.
@@ -131,7 +133,7 @@ class Ranks:
 
 
 def shards(count: int, processes: int) -> list[range]:
-    """The samples of each process: contiguous, in the order of the ranks."""
+    """The items of each process: contiguous, in the order of the ranks."""
     return [range(count * each // processes, count * (each + 1) // processes) for each in range(processes)]
 
 

@@ -116,13 +116,15 @@ class Backoff:
         return self.ranks.all_reduce_min(value)
 
     def share(self) -> None:
-        """Gather the notes of all processes."""
+        """Gather the notes of all processes, and the bytes that they have spilled."""
         changes = [change.describe(kind, self.device) for kind, change in self.changes.items()]
-        gathered = self.ranks.all_gather_object(changes)
+        processes = self.ranks.all_gather_object((changes, self.storage.spilled))
+        gathered, spilled = [notes for notes, _ in processes], sum(size for _, size in processes)
         common = [note for note in gathered[0] if all(note in notes for notes in gathered)]
         self.notes = common + [
             f"rank {rank}: {note}" for rank, notes in enumerate(gathered) for note in notes if note not in common
         ]
+        self.notes += [f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []
 
     def single_process(self) -> "Backoff":
         """For work that one of several processes does, while the others wait for its end."""
@@ -133,10 +135,6 @@ class Backoff:
     def solves(self, owner: Owner) -> bool:
         """Whether this process takes part in solving a layer."""
         return not isinstance(owner, int) or owner == self.ranks.rank
-
-    def samples_here(self, samples: int) -> int:
-        """The number of samples, of so many in all, that this process observes."""
-        return len(self.ranks.shard(samples))
 
     def release(self) -> None:
         """Free the memory that failed work has left."""

@@ -8,6 +8,7 @@ from functools import partial
 from ..calibration.accumulators import GradientPlan
 from ..calibration.merging import merge_statistics
 from ..calibration.observer import LayerStatistics, Observer
+from ..data.batches import sample_count
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, Text
 from ..model.layers import PrunableLayer
@@ -79,7 +80,7 @@ class StatisticsTask(PartitionedTask, Task[Statistics]):
         experts = UnderCalibratedExperts(spec, backoff, self.notes) if separate else None
         gradients = {layer.name for layer in layers if spec.needs_gradients(layer)}
         plans = {layer.name: spec.plan(layer) for layer in layers} if plans is None else plans
-        here = backoff.samples_here(spec.samples)
+        here = sample_count(self.batches())
         owners = {layer.name: owner for layer, owner in zip(layers, part.owners, strict=True)}
         observer = Observer(layers, spec.diagonal, gradients, spec.samples, backoff.storage, plans, here=here)
         with backoff.passing(observer, partial(merge_statistics, owners=owners)):

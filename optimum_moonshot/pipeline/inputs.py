@@ -9,7 +9,7 @@ from torch import nn
 
 from ..calibration.samples import unshown_samples
 from ..calibration.storage import Storage
-from ..data.batches import Batch, samples_between, shorten, split_batches
+from ..data.batches import Batch, sample_count, shorten, split_batches
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData
 from ..errors import Option, Text, require
@@ -59,7 +59,11 @@ class Prepared:
 
     @property
     def batches(self) -> list[Batch]:
-        """The calibration batches of this process, as small as the device's memory requires; none without data."""
+        """The calibration batches of this process, as small as the device's memory requires; none without data.
+
+        Processes share whole batches: a model's rounding depends on the shape of a batch, in bfloat16 so much that the
+        masks would differ from those of one process.
+        """
         samples = self.backoff.samples
         return self._shard if samples is None else split_batches(self._shard, samples)
 
@@ -67,8 +71,13 @@ class Prepared:
     def _shard(self) -> list[Batch]:
         if self.data is None or self.backoff.processes == 1:
             return [] if self.data is None else self.data.batches
-        samples = self.subject.ranks.shard(self.data.num_samples)
-        return samples_between(self.data.batches, samples.start, samples.stop)
+        shard = self.subject.ranks.shard(len(self.data.batches))
+        return self.data.batches[shard.start : shard.stop]
+
+    @property
+    def samples_here(self) -> int:
+        """The number of samples that this process observes."""
+        return sample_count(self._shard)
 
     @property
     def probe(self) -> Batch:

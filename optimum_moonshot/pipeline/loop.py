@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from ..calibration.observer import LayerStatistics
-from ..data.batches import Batch
+from ..data.batches import Batch, sample_count
 from ..devices import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
@@ -132,7 +132,9 @@ class PartitionedTask:
         layers, backoff = [layer for layer in stage.layers if self.lacks(layer)], self.backoff
         if not layers:
             return []
-        return partition(layers, self.spec, backoff.all_reduce_min(backoff.storage.available()), backoff.processes)
+        here = backoff.storage.available(), sample_count(self.batches())
+        available, samples = zip(*backoff.ranks.all_gather_object(here), strict=True)
+        return partition(layers, self.spec, min(available), backoff.processes, max(samples))
 
     def exchange(self, solved: Sequence[PrunableLayer]) -> None:
         """Nothing to do for a single process."""

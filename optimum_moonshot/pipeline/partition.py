@@ -34,13 +34,17 @@ class Part:
         return self.layers[0].name + others
 
 
-def partition(layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int, processes: int = 1) -> list[Part]:
+def partition(
+    layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int, processes: int = 1, most: int | None = None
+) -> list[Part]:
     """Divide the layers of a stage into parts; `memory` is the bytes available, the same in all processes.
 
-    A part may use half of the memory; the other half is for the solver.
+    `most` is the largest number of samples that a process observes; None is that of equal shards. A part may use half
+    of the memory; the other half is for the solver.
     """
     budget = memory // 2
-    sizes = [resident_bytes(layer, spec, budget, processes) for layer in layers]
+    most = -(-spec.samples // processes) if most is None else most
+    sizes = [resident_bytes(layer, spec, budget, processes, most) for layer in layers]
     parts: list[Part] = []
     first = 0
     while first < len(layers):
@@ -50,7 +54,7 @@ def partition(layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int
             end += 1
         together = tuple(layers[first:end])
         slices = spec.slices(layers[first], used, budget) if used > budget else ()
-        owners = layer_owners(together, spec, budget, processes) if processes > 1 else (0,) * len(together)
+        owners = layer_owners(together, spec, budget, processes, most) if processes > 1 else (0,) * len(together)
         parts.append(Part(together, owners, slices, tuple(sizes[first:end])))
         first = end
     return parts
@@ -70,11 +74,11 @@ def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, 
     return None, (slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each)
 
 
-def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int) -> int:
-    """Bytes of a layer's statistics in a process, on average where several processes have some samples each.
+def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int, most: int) -> int:
+    """Bytes of a layer's statistics in the process with the most samples, on average over the layers that it solves.
 
-    Such a process has its samples of every layer, and all samples of the layers that it solves: twice its shard. A
-    layer that fills the memory counts whole, unless its experts or its rows are sharded.
+    It has its samples of every layer, and all samples of the layers that it solves. A layer that fills the memory
+    counts whole, unless its experts or its rows are sharded.
     """
     whole = spec.bytes_of(layer)
     if processes <= 2 or spec.diagonal or not spec.needs_gradients(layer) or spec.plan(layer).column_block is not None:
@@ -82,18 +86,19 @@ def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, proc
     if whole > budget and not (_has_experts(layer) or shards_rows(layer, spec, processes)):
         return whole
     inputs = spec.gram_bytes(layer)
-    return inputs + 2 * (whole - inputs) // processes
+    gradients = whole - inputs
+    return inputs + min(gradients, gradients * most // spec.samples + gradients // processes)
 
 
 def layer_owners(
-    layers: Sequence[PrunableLayer], spec: StatisticsSpec, budget: int, processes: int
+    layers: Sequence[PrunableLayer], spec: StatisticsSpec, budget: int, processes: int, most: int
 ) -> tuple[Owner, ...]:
     """Who of several processes solves each layer; a matrix whose statistics exceed one process is always sharded."""
 
     def cost(layer: PrunableLayer) -> float:
         whole = spec.bytes_of(layer)
         exceeds = shards_rows(layer, spec, processes) and whole > budget
-        exceeds = exceeds and whole > resident_bytes(layer, spec, budget, processes)
+        exceeds = exceeds and whole > resident_bytes(layer, spec, budget, processes, most)
         return inf if exceeds else spec.cost(layer)
 
     whole = [layer for layer in layers if not _has_experts(layer)]

@@ -25,10 +25,12 @@ def attach_report(
     `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` precede those on memory and
     processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
     """
-    config, spilled, processes = selection.config, prepared.storage.spilled, prepared.backoff.processes
+    config, processes = selection.config, prepared.backoff.processes
     alone = ["the rotation was learned"] if config.rotation is not None else []
     alone += ["the blocks were recovered"] if config.recover not in (None, "distill") else []
     by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
+    batches = processes if prepared.data is None else len(prepared.data.batches)
+    idle = f"; {processes - batches} without samples: lower batch_size" if batches < processes else ""
     pruned = PruneReport(
         config={**config.to_dict(), "offload_dir": None},  # a published report contains no local folders
         layers=layers,
@@ -39,9 +41,8 @@ def attach_report(
         notes=[
             *notes,
             *prepared.backoff.notes,
-            *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
             *([offload_note] if offload_note else []),
-            *([f"{processes} processes shared the samples and the layers{by_one}"] if processes > 1 else []),
+            *([f"{processes} processes shared the samples and the layers{idle}{by_one}"] if processes > 1 else []),
         ],
         **(report or {}),
     )

@@ -234,7 +234,7 @@ class ShardedRows(SlicedRows):
 
     def _gather(self, shard: Tensor) -> Tensor:
         whole = shard.new_empty(self.layer.shape[0], shard.shape[1])
-        self.ranks.gather_rows(shard, whole, len(whole))
+        self.ranks.gather_rows(shard, whole, self.ranks.shard_sizes(len(whole)))
         return whole
 
     def agreed(self, work: Callable[[], Value]) -> Value:
@@ -310,7 +310,7 @@ class ShardedExperts:
 
     def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
         """The small results of all experts, in their order; `weight` [E, …] gets the experts of other processes."""
-        self.ranks.gather_rows(weight[self.shard.start : self.shard.stop], weight, self.count)
+        self.ranks.gather_rows(weight[self.shard.start : self.shard.stop], weight, self.ranks.shard_sizes(self.count))
         return self.all_gather(parts)
 
     def all_gather(self, parts: Sequence[Value]) -> list[Value]:

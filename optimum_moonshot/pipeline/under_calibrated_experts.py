@@ -72,8 +72,8 @@ class UnderCalibratedExperts:
     ) -> set[tuple[str, int]]:
         """Sum the Gram matrices of all tokens into `into`; those that all tokens have reached."""
         spec, storage, computable = self.spec, self.backoff.storage, True
-        layers, here = list(parts.values()), self.backoff.samples_here(spec.samples)
-        observer = Observer(layers, spec.diagonal, set(), spec.samples, storage, share=False, here=here, into=into)
+        layers = list(parts.values())
+        observer = Observer(layers, spec.diagonal, set(), spec.samples, storage, share=False, into=into)
         with self.backoff.passing(observer):
             try:
                 stage.observe(observer)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..calibration.storage import DEFAULT_SHARE, free_memory
-from ..data.batches import Batch, batch_size, samples_between, split_batches, take
+from ..data.batches import Batch, batch_size, sample_count, samples_between, split_batches, take
 from ..model.calls import called_by, forward_of, model_device, run_model, to_device
 from ..model.layers import onloaded_in_turn
 from ..pipeline.backoff import PassTooLarge
@@ -99,7 +99,7 @@ class Distillation:
     def _record(self, indices: list[int]) -> list[Cached]:
         """This process's samples of some batches, with the teacher's outputs."""
         batches = [self.batches[index] for index in indices]
-        shard = self.ranks.shard(sum(map(batch_size, batches)))
+        shard = self.ranks.shard(sample_count(batches))
         mine = samples_between(batches, shard.start, shard.stop)
         return [Cached(batch, *self.teacher.record(to_device(batch, self.device))) for batch in mine]
 

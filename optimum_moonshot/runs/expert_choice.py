@@ -78,7 +78,7 @@ class MixtureProblems:
         self.where = mixtures[0].name
         prepared, gradients = self.prepared, self.selection.needs_gradients
         samples, backoff = prepared.calibration.num_samples, prepared.backoff
-        here = backoff.samples_here(samples)
+        here = prepared.samples_here
         watched = MixtureObserver(mixtures, gradients, samples, prepared.storage, here)
         with backoff.passing(watched, merge_mixtures) as observer:
             stage.observe(observer, advance=True)

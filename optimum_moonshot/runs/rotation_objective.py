@@ -134,7 +134,7 @@ class _Gathering:
         plans = {name: GradientPlan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
         backoff = self.prepared.backoff
-        here = backoff.samples_here(samples)
+        here = self.prepared.samples_here
         with backoff.passing(
             Observer(layers, False, wanted, samples, storage, plans, extra=extra, here=here)
         ) as observer:

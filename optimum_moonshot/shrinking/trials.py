@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..config import MoonshotConfig
-from ..data.batches import batch_size, spread_samples
+from ..data.batches import sample_count, spread_samples
 from ..model.calls import evaluation_mode
 from ..model.depth import skipping
 from ..model.layers import PrunableLayer, find_blocks, find_structure
@@ -70,7 +70,7 @@ class Trials:
         self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
         data = prepared.calibration
         batches = spread_samples(data.batches, min(SAMPLES, data.num_samples))
-        data = dataclasses.replace(data, batches=batches, num_samples=sum(map(batch_size, batches)))
+        data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
         self.measuring = dataclasses.replace(self.prepared, data=data)
         self.blocks = [module for _, module in find_blocks(prepared.model)]
         self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()

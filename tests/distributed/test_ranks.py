@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size, samples_between
 from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pipeline.inputs import Prepared
 from optimum_moonshot.pipeline.partition import assign
 
 pytestmark = pytest.mark.slow
 
-SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
+BFLOAT16 = ("bfloat16", "bfloat16, gradients alone")
+SEVERAL = [(2, name) for name in CASES if name not in BFLOAT16] + [(4, name) for name in FEW if name not in BFLOAT16]
 FAILED = "rank 1 failed: no more of model.layers.0."
 UNDER_CALIBRATED = "experts, some starved"
 # Notes that depend on memory: with several processes each has smaller caches, and more memory for statistics.
@@ -57,6 +60,22 @@ def test_several_processes_give_the_results_of_one(done, size, name):
     assert shared.startswith(f"{size} processes shared the samples and the layers")
     note = OF_MEMORY.get(name)
     assert note is None or all(any(note in line for line in lines) for lines in notes)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_masks_in_bfloat16_are_those_of_one_process(done, size):
+    """Weights may differ by the rounding of the Gram matrices' sums, which have another order."""
+    shared, single = (done[number, 0]["bfloat16"]["weights"] for number in (size, 1))
+    assert all(torch.equal(shared[name] == 0, tensor == 0) for name, tensor in single.items())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_in_bfloat16_are_those_of_one_process(done, size):
+    """At λ = 0 nothing is summed over the samples in another order: the weights are equal bit for bit."""
+    shared, single = (done[number, 0]["bfloat16, gradients alone"] for number in (size, 1))
+    assert all(torch.equal(shared["weights"][name], tensor) for name, tensor in single["weights"].items())
+    idle = "; 2 without samples: lower batch_size" if size == 4 else ""
+    assert shared["said"]["notes"][-1] == f"{size} processes shared the samples and the layers{idle}"
 
 
 def test_some_experts_are_under_calibrated(done):
@@ -151,6 +170,23 @@ def test_samples_are_divided_in_order(size, count):
     assert [sum(map(batch_size, shard)) for shard in divided] == list(map(len, parts))
     samples = torch.cat([batch["input_ids"] for shard in divided for batch in shard])
     assert torch.equal(samples, torch.cat([batch["input_ids"] for batch in batches]))
+
+
+@pytest.mark.parametrize("largest", [None, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_processes_share_the_batches_of_one(size, largest):
+    """Batches have the same samples whatever the number of processes, also after an out-of-memory error."""
+    data = SimpleNamespace(batches=token_batches(19, size=4))
+
+    def prepared(rank, size):
+        subject, backoff = SimpleNamespace(ranks=Ranks(rank, size)), SimpleNamespace(processes=size, samples=largest)
+        return Prepared(subject, None, data, None, backoff)
+
+    single, several = prepared(0, 1), [prepared(rank, size) for rank in range(size)]
+    batches = [batch["input_ids"] for each in several for batch in each.batches]
+    assert len(batches) == len(single.batches)
+    assert all(torch.equal(batch, other["input_ids"]) for batch, other in zip(batches, single.batches, strict=True))
+    assert sum(each.samples_here for each in several) == single.samples_here == 19
 
 
 class Counted(InputStatistic):

@@ -202,7 +202,7 @@ def test_layers_too_large_for_one_process_are_sharded(size, room, rounds, divide
     spec = StatisticsSpec(make_solver("sparsegpt", {}), patterns, lams, 16)
     parts = partition(layers, spec, memory, size)
     assert len(parts) == rounds and [layer for part in parts for layer in part.layers] == layers
-    owners = layer_owners(layers, spec, memory // 2, size)
+    owners = layer_owners(layers, spec, memory // 2, size, -(-16 // size))
     assert (owners == (rows_of_processes(layer, size),) * 4) == divided
     assert divided or sorted(owners) == ([0, 1, 2, 3] if size == 4 else [0, 0, 1, 1])
 

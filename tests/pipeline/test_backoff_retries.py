@@ -132,7 +132,7 @@ def test_a_retry_spills_half_of_the_caches(tmp_path):
     assert torch.equal(trying.repeated("here", work, list), kept[:60]) and attempts == [None, 200]
     change = "caches on the device halved, from 400 bytes to 200 bytes"
     trying.share()
-    assert trying.notes == [f"out of memory on cpu once at here: {change}"]
+    assert trying.notes == [f"out of memory on cpu once at here: {change}", "0.00 GiB of caches went to disk"]
     assert (storage.cached, storage.spilled) == (400, 240)
     statistics = storage.zeros((100,), torch.float32, "statistics")  # statistics may remain on the device
     assert (storage.used[storage.device], storage.spilled) == (800, 240) and not statistics.any()

@@ -32,6 +32,7 @@ from optimum_moonshot.recovery import tuning
 from optimum_moonshot.runs import layer as solving
 
 SIZES = (1, 2, 4)
+IN_BFLOAT16 = " in bfloat16"
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 FOLDER = Path()  # set by the program
@@ -40,7 +41,8 @@ FOLDER = Path()  # set by the program
 def model(name="llama"):
     """A copy of the model, which is created once."""
     if name not in MODELS:
-        MODELS[name] = two_experts() if name == "two experts" else make(name)
+        made = two_experts() if name == "two experts" else make(name.removesuffix(IN_BFLOAT16))
+        MODELS[name] = made.bfloat16() if name.endswith(IN_BFLOAT16) else made
     return copy.deepcopy(MODELS[name])
 
 
@@ -181,6 +183,8 @@ CASES = {
         "mixtral", pattern="unstructured", sparsity=0.5, solver="wanda", allocation="fisher", num_samples=16
     ),
     "self": lambda: prune(data="self", sequence_length=12),
+    "bfloat16": lambda: prune("llama in bfloat16", data=token_batches(17), num_samples=17, lam=1),
+    "bfloat16, gradients alone": lambda: prune("llama in bfloat16", lam=0, batch_size=4, data=token_batches(7, size=4)),
 }
 
 
@@ -188,7 +192,7 @@ CASES = {
 FEW = (
     "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes",
     "magnitude, without data", "one layer", "experts, some starved", "more processes than experts",
-    "chunks of rows", "sweep",
+    "chunks of rows", "sweep", "bfloat16", "bfloat16, gradients alone",
 )  # fmt: skip
 
 
