@@ -12,7 +12,8 @@ rounded by largest remainders. Comparison groups divide the count of a layer wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -203,8 +204,18 @@ def apportion(quotas: list[float], total: int) -> list[int]:
     return counts
 
 
-def exact_patterns(sizes: dict[str, int], sparsities: dict[str, float], sparsity: float) -> dict[str, Unstructured]:
-    """Patterns near the sparsities of layers that together remove ``round(sparsity · total)`` weights."""
-    quotas = [sizes[name] * sparsities[name] for name in sizes]
-    counts = apportion(quotas, round(sparsity * sum(sizes.values())))
+def exact_patterns(
+    sizes: dict[str, int],
+    sparsities: dict[str, float],
+    sparsity: float,
+    least: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Unstructured]:
+    """Patterns near the sparsities of layers that together remove ``round(sparsity · total)`` weights.
+
+    `least` has the number of weights that a layer loses in any case, by its name; their sum may exceed that total.
+    """
+    fixed = [least.get(name, 0) for name in sizes]
+    quotas = [max(0.0, sizes[name] * sparsities[name] - count) for name, count in zip(sizes, fixed, strict=True)]
+    free = apportion(quotas, max(0, round(sparsity * sum(sizes.values())) - sum(fixed)))
+    counts = [count + more for count, more in zip(fixed, free, strict=True)]
     return {name: Unstructured(count / sizes[name], exact=True) for name, count in zip(sizes, counts, strict=True)}

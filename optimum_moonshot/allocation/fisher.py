@@ -18,7 +18,7 @@ over the dense model. The store keeps every curve, so that a resumed run has the
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from tqdm.auto import tqdm
@@ -118,7 +118,8 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
     for name, curve in curves.items():
         matrices |= {_matrix(name, index): expert for index, expert in enumerate(curve.experts)} or {name: curve}
     sparsities = divide_sparsity(matrices, pattern.sparsity)
-    exact = exact_patterns({part: curve.size for part, curve in matrices.items()}, sparsities, pattern.sparsity)
+    sizes, dead = {name: each.size for name, each in matrices.items()}, dead_weights(matrices)
+    exact = exact_patterns(sizes, sparsities, pattern.sparsity, dead)
     patterns: dict[str, Pattern] = {}
     for name, curve in curves.items():
         experts = tuple(exact[_matrix(name, index)].sparsity for index in range(len(curve.experts)))
@@ -126,7 +127,16 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
     low, high = min(sparsities.values(), default=0), max(sparsities.values(), default=0)
     count = sum(len(curve.experts) for curve in curves.values())
     separate = f", {count} experts each with its own" if count else ""
-    return patterns, f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(patterns)} layers{separate}"
+    note = f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(patterns)} layers{separate}"
+    total, least = sum(sizes.values()), sum(dead.values())
+    if least > round(pattern.sparsity * total):
+        note += f"; inputs that are always 0 have {least / total:.4f} of the weights, above the target"
+    return patterns, note
+
+
+def dead_weights(curves: Mapping[str, LossCurve]) -> dict[str, int]:
+    """The number of weights of each matrix that any mask removes: those at dead inputs."""
+    return {name: round(curve.dead * curve.size) for name, curve in curves.items()}
 
 
 def _matrix(layer: str, expert: int) -> str:

@@ -96,7 +96,10 @@ def _expert_curves(
     reliable = reliable or [curve for curve, _ in measured if curve is not None]
     nothing = LossCurve(size, points, (0.0,) * len(points), (), {g.bits: (0.0,) * (len(points) + 1) for g in grids})
     mean = _total(reliable or [nothing], size, 1 / max(1, len(reliable)))
-    experts = tuple(mean if few else curve or mean for curve, few in measured)
+    experts = tuple(
+        curve if curve is not None and not few else dataclasses.replace(mean, dead=0.0 if curve is None else curve.dead)
+        for curve, few in measured
+    )
     return dataclasses.replace(_total(experts, weights.numel()), experts=experts)
 
 
@@ -133,7 +136,14 @@ def matrix_curve(
     quantized = {
         grid.bits: losses([grid.rounded(each, grid.search(each, importance)) for each in points]) for grid in grids
     }
-    return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized)
+    return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized, _dead(statistics))
+
+
+def _dead(statistics: LayerStatistics) -> float:
+    """The fraction of the inputs that are always 0; 0 where all are, since magnitude decides then."""
+    inputs = statistics.inputs
+    dead = (inputs if statistics.diagonal else inputs.diagonal(dim1=-2, dim2=-1)) == 0
+    return 0.0 if bool(dead.all()) else float(dead.double().mean())
 
 
 def _points(patterns: Sequence[Pattern]) -> tuple[float, ...]:

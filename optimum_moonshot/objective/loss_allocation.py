@@ -36,6 +36,7 @@ class LossCurve:
     experts: tuple["LossCurve", ...] = ()  # of its experts, whose losses sum to these; may be empty
     # Bits → losses of the survivors rounded to these, at sparsity 0 and at `sparsities`.
     quantized: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    dead: float = 0.0  # fraction of the weights at inputs that are always 0: every mask removes these
 
     def of_bits(self, bits: int) -> "LossCurve":
         """The curve of survivors rounded to some bits, whose first point is at sparsity 0."""
@@ -65,28 +66,39 @@ def bounds(sparsity: float) -> tuple[float, float]:
 def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[str, float]:
     """Sparsities within `bounds` that minimise the sum of the losses at a fixed overall sparsity in [0, 1].
 
-    Matrices with equal slopes get equal sparsities.
+    Matrices with equal slopes and no dead inputs get equal sparsities. No matrix has less than the fraction of its
+    weights at dead inputs. Where these are so many that others have to be below the lower bound, it is 0; where they
+    exceed the overall sparsity, every matrix loses them alone.
     """
     low, high = bounds(sparsity)
-    width = (high - low) / CELLS
-    if width == 0:
-        return dict.fromkeys(curves, sparsity)
-    at = [low + cell * width for cell in range(CELLS + 1)]
-    slopes = np.empty((len(curves), CELLS))
-    for row, curve in zip(slopes, curves.values(), strict=True):
-        values = [value / (curve.size * width) for value in curve.values(at)]
-        row[:] = _ascending([after - before for before, after in pairwise(values)])
     sizes = np.array([curve.size for curve in curves.values()])
+    dead = np.array([curve.dead for curve in curves.values()])
+    target = sparsity * int(sizes.sum())
+    if (sizes * np.maximum(dead, low)).sum() > target:
+        low = 0.0
+    lows = np.maximum(dead, low)
+    widths = (np.maximum(dead, high) - lows) / CELLS
+    free = target - float((sizes * lows).sum())  # weights to remove beyond the lowest sparsities
+    if free <= 0 or not widths.any():
+        return dict(zip(curves, lows.tolist(), strict=True))
+    slopes = np.full((len(curves), CELLS), np.inf)
+    for row, curve, lowest, width in zip(slopes, curves.values(), lows.tolist(), widths.tolist(), strict=True):
+        if width > 0:
+            values = [value / (curve.size * width) for value in curve.values(_points(lowest, width))]
+            row[:] = _ascending([after - before for before, after in pairwise(values)])
+    cells = sizes * widths  # weights in a cell
     order = slopes.argsort(axis=None)
-    wanted = (sparsity - low) / width * int(sizes.sum())
-    reached = sizes.repeat(CELLS)[order].cumsum().searchsorted(wanted)
+    reached = cells.repeat(CELLS)[order].cumsum().searchsorted(free)
     price = float(slopes.flat[order[min(int(reached), len(order) - 1)]])
     margin = EQUAL * abs(price)
-    below = dict(zip(curves, (slopes < price - margin).sum(1).tolist(), strict=True))
-    equal = dict(zip(curves, (abs(slopes - price) <= margin).sum(1).tolist(), strict=True))
-    missing = wanted - sum(curves[name].size * cells for name, cells in below.items())
-    fraction = missing / sum(curves[name].size * cells for name, cells in equal.items())
-    return {name: min(1.0, max(0.0, low + width * (below[name] + fraction * equal[name]))) for name in curves}
+    below, equal = (slopes < price - margin).sum(1), (abs(slopes - price) <= margin).sum(1)
+    fraction = (free - float((cells * below).sum())) / float((cells * equal).sum())
+    sparsities = np.clip(lows + widths * (below + fraction * equal), lows, 1.0)
+    return dict(zip(curves, sparsities.tolist(), strict=True))
+
+
+def _points(low: float, width: float) -> list[float]:
+    return [low + cell * width for cell in range(CELLS + 1)]
 
 
 def divide_bytes(choices: Mapping[str, Sequence[tuple[float, float]]], budget: float) -> dict[str, int]:

@@ -1,12 +1,14 @@
 """Seconds of the solver, from trials with one random matrix of every shape.
 
-A matrix that would take more than a moment is tried with fewer rows and inputs. Its time then follows from the
-operations that the solver states.
+A matrix that would take more than a moment is tried with fewer rows: its time then lies on the line through two trials,
+a fixed part for all rows, such as a factorization, and a part per row. Where even a few rows take too long, inputs are
+left out too, and the time follows from the operations that the solver states.
 """
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -32,9 +34,15 @@ from .run_spec import RunSpec, pattern_of, problem_size
 MATRIX_SECONDS, TRIAL_FRACTION = 0.7, 0.02
 # Bytes that a trial allocates, at most.
 TRIAL_BYTES = 2**29
-# Rows and inputs of the first trial, and inputs → rows of larger ones.
+# Rows and inputs of the first trial; rows of larger ones, with all inputs or so many.
 FIRST_SIZE = 128, 128
-SIZES = {2048: (2048, 512), 1024: (1024, 256, 64), 512: (512, 64), 256: (256, 64)}
+ROWS = 8, 16, 32, 64, 128, 256, 512, 1024
+FEWER_INPUTS = 256, 512, 1024, 2048
+# Eigenvalues of a random Gram matrix decay as i^-DECAY: solvers that iterate until they converge, such as ALPS, take
+# about as many steps then as with the inputs of trained models. White inputs would take half as many.
+DECAY = 1.5
+# Ratio of the operations of two trials from which they show how the seconds of an operation change.
+LEAST_SPAN = 4
 
 
 def clock(device: torch.device) -> float:
@@ -105,22 +113,48 @@ def _matrix_seconds(
     def operations(other: ProblemSize) -> float:
         return solver.work(other, pattern).operations
 
-    tried = _smaller(solver, pattern, size, *FIRST_SIZE)
+    part = partial(_smaller, solver, pattern, size)
+    candidates = {part(rows, d_in) for d_in in (*FEWER_INPUTS, size.inputs) for rows in (*ROWS, size.rows)}
+    tried, trials = part(*FIRST_SIZE), list[tuple[float, float]]()
     while True:
         taken = solve(tried)
         if taken < MATRIX_SECONDS:  # the first trial includes the one-time costs of a process
             taken = min(taken, solve(tried))
-        limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * taken * operations(size) / operations(tried))
-        smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, heights in SIZES.items() for rows in heights)
-        ratios = {other: operations(other) / operations(tried) for other in (size, *smaller)}
-        floats = {other: other.inputs**2 + other.weights * max(1, other.samples) for other in ratios}
-        ratios = {other: ratio for other, ratio in ratios.items() if ratio > 1 and 4 * floats[other] < TRIAL_BYTES}
-        affordable = [other for other, ratio in ratios.items() if taken * ratio < limit]
-        if not affordable and ratios and taken < limit / 5:  # small matrices overestimate
-            affordable = [min(ratios, key=lambda other: ratios[other])]
+        trials = [*trials[:1], (operations(tried), taken)]
+        limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * _extrapolated(trials, operations(size)))
+        larger = [other for other in candidates if _extent(other) > _extent(tried) and _floats(other) < TRIAL_BYTES / 4]
+        affordable = [other for other in larger if _extrapolated(trials, operations(other)) < limit]
         if not affordable:
-            return taken * operations(size) / operations(tried)
-        tried = max(affordable, key=lambda other: ratios[other])
+            break
+        tried = max(affordable, key=_extent)
+    fewer = part(tried.rows // 2, tried.inputs)
+    if tried.inputs < size.inputs or tried.rows in (fewer.rows, size.rows):
+        return _extrapolated(trials, operations(size))
+    growth = max(0.0, taken - solve(fewer)) / (tried.rows - fewer.rows)
+    return taken + min(growth, taken / tried.rows) * (size.rows - tried.rows)
+
+
+def _extrapolated(trials: Sequence[tuple[float, float]], operations: float) -> float:
+    """Seconds of so many operations, by the (operations, seconds) of the first and the last trial.
+
+    Between the first and the last, the seconds of an operation fall, as fixed costs weigh less in larger matrices. From
+    there on they may stay, or fall as before; the result is the geometric mean.
+    """
+    (first, before), (last, taken) = trials[0], trials[-1]
+    seconds, span, ratio = taken * operations / last, last / first, operations / last
+    if min(span, ratio) < LEAST_SPAN:
+        return seconds
+    fallen = min(1.0, taken / before / span)
+    return seconds * fallen ** (0.5 * min(1.0, math.log(ratio) / math.log(span)))
+
+
+def _extent(size: ProblemSize) -> tuple[int, int]:
+    """The order of trials: all inputs are worth more than rows."""
+    return size.inputs, size.rows
+
+
+def _floats(size: ProblemSize) -> int:
+    return size.inputs**2 + size.weights * max(1, size.samples)
 
 
 def _smaller(solver: Solver, pattern: Pattern, size: ProblemSize, rows: int, d_in: int) -> ProblemSize:
@@ -153,8 +187,9 @@ def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    inputs = normal(size.groups, min(2 * d_in, 512), d_in)
-    gram = (inputs.mT @ inputs + torch.eye(d_in, device=device)).squeeze(0)
+    spectrum = torch.arange(1, d_in // 2 + 2, device=device) ** -DECAY
+    covariance, index = torch.fft.irfft(spectrum, n=d_in), torch.arange(d_in, device=device)
+    gram = (covariance / covariance[0])[(index[:, None] - index) % d_in].expand(size.groups, -1, -1).squeeze(0)
     weight = normal(rows, d_in) / d_in**0.5
     if solver.objective.diagonal_only:
         squares = normal(rows, d_in).square_() if size.samples else None

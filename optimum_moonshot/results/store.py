@@ -76,10 +76,14 @@ class ResultStore:
             if values is not None:
                 sparsities, losses = (tuple(tensors[field].tolist()) for field in _POINTS)
                 each = tensors[_EXPERTS].tolist() if _EXPERTS in tensors else []
-                experts = (LossCurve(values["size"] // len(each), sparsities, tuple(losses_of)) for losses_of in each)
+                size, (dead, *of_experts) = values["size"], values["dead"]
+                experts = (
+                    LossCurve(size // len(each), sparsities, tuple(losses_of), dead=dead_of)
+                    for losses_of, dead_of in zip(each, of_experts, strict=True)
+                )
                 rounded = zip(values["bits"], tensors[_QUANTIZED].tolist(), strict=True) if values["bits"] else ()
                 quantized = {bits: tuple(losses_of) for bits, losses_of in rounded}
-                self.curves[values["name"]] = LossCurve(values["size"], sparsities, losses, tuple(experts), quantized)
+                self.curves[values["name"]] = LossCurve(size, sparsities, losses, tuple(experts), quantized, dead)
         for path, values, _ in folder.saved(LAYERS):
             damaged += values is None
             if values is not None:
@@ -153,7 +157,9 @@ class ResultStore:
                 points[_EXPERTS] = torch.tensor([expert.losses for expert in curve.experts], dtype=torch.float64)
             if curve.quantized:
                 points[_QUANTIZED] = torch.tensor(list(curve.quantized.values()), dtype=torch.float64)
-            self.folder.save(CURVES, name, points, {"name": name, "size": curve.size, "bits": list(curve.quantized)})
+            dead = [each.dead for each in (curve, *curve.experts)]
+            values = {"name": name, "size": curve.size, "bits": list(curve.quantized), "dead": dead}
+            self.folder.save(CURVES, name, points, values)
         self.curves[name] = curve
 
     def put_rotation(self, state: Learned) -> None:

@@ -74,6 +74,7 @@ class SparseGPT(Solver):
         rounding = None if grid is None else ColumnRounding(grid, weight)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0
         dense = factor is None or d_in < DENSE_BELOW * samples
+        dead = _dead_inputs(objective, pattern)
         batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
         if isinstance(pattern, NM) and (dense or samples):
             state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
@@ -86,7 +87,7 @@ class SparseGPT(Solver):
                 factors = LowRankFactors(objective, factor, rows, widths)
             else:
                 factors = SharedFactor(factor)
-            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, rounding and rounding.part(rows))
+            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, rounding and rounding.part(rows), dead)
         if rounding is not None:
             weight = quantize(objective, weight, keep, rounding.grid, rounding.scale).float()
         return weight, keep
@@ -124,17 +125,26 @@ class SparseGPT(Solver):
 
 
 def prune_columns(
-    weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths, rounding: ColumnRounding | None = None
+    weight: Tensor,
+    factors: Factors,
+    pattern: Pattern,
+    widths: Widths,
+    rounding: ColumnRounding | None = None,
+    dead: Tensor | None = None,
 ) -> Tensor:
     """Prune rows [r, d_in] in place, by comparison groups of columns from left to right; returns `keep`.
 
-    With `rounding`, the surviving weights are rounded as well (GPTQ, arXiv 2210.17323).
+    With `rounding`, the surviving weights are rounded as well (GPTQ, arXiv 2210.17323). The pattern's sparsity includes
+    all weights at `dead` inputs, bool [d_in]; the others compete.
     """
     keep = torch.empty_like(weight, dtype=torch.bool)
+    if dead is not None and isinstance(pattern, Unstructured):
+        fraction = float(dead.double().mean())
+        pattern = replace(pattern, sparsity=max(0.0, (pattern.sparsity - fraction) / (1 - fraction)))
     for columns in split_range(0, weight.shape[1], widths.compared):
         pivots = factors.begin_group(weight, columns)
         if isinstance(pattern, Unstructured):
-            keep[:, columns] = pattern.keep((weight[:, columns] / pivots).square(), before=columns.start * len(weight))
+            keep[:, columns] = _keep_columns(pattern, (weight[:, columns] / pivots).square(), columns.start, dead)
         if rounding is not None:
             unstructured = isinstance(pattern, Unstructured)
             expected = keep[:, columns] if unstructured else pattern.keep((weight[:, columns] / pivots).square())
@@ -146,6 +156,27 @@ def prune_columns(
             step = None if rounding is None else rounding.step(block)
             _prune_block(weight[:, block], factor, pattern, keep[:, block], inner, step)
         factors.end_group(weight, columns, errors)
+    return keep
+
+
+def _dead_inputs(objective: Quadratic, pattern: Pattern) -> Tensor | None:
+    """The inputs that are always 0, bool [d_in], where the exact count of a pattern has to include all their weights.
+
+    They may exceed the sparsity in some comparison groups. None without any, or where groups of rows differ in them.
+    """
+    if not (isinstance(pattern, Unstructured) and pattern.exact) or objective.gram.ndim > 2:
+        return None
+    dead = objective.gram.diagonal() == 0
+    return dead if dead.any() and not dead.all() else None
+
+
+def _keep_columns(pattern: Unstructured, scores: Tensor, start: int, dead: Tensor | None) -> Tensor:
+    """The mask of a comparison group, bool [r, columns], whose first column is `start`."""
+    if dead is None:
+        return pattern.keep(scores, before=start * len(scores))
+    live, keep = ~dead[start : start + scores.shape[1]], torch.zeros_like(scores, dtype=torch.bool)
+    if live.any():
+        keep[:, live] = pattern.keep(scores[:, live], before=int((~dead[:start]).sum()) * len(scores))
     return keep
 
 

@@ -56,6 +56,29 @@ def test_the_sparsity_of_the_model_is_exact(solver, lam):
     assert PruningRecord.of(model).allocated == shares
 
 
+def with_dead_inputs(fraction):
+    """A tiny model in which consecutive inputs of the MLPs' last matrices are always 0."""
+    model = uneven()
+    for block in model.model.layers:
+        rows = block.mlp.up_proj.weight.detach()
+        rows[: int(fraction * len(rows))] = 0
+    return model
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("sparsity", [0.137, 0.6])
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+def test_dead_inputs_count_towards_the_sparsity(solver, sparsity, fraction):
+    """SparseGPT compares a few columns at a time, in some of which all inputs are dead."""
+    model, options = with_dead_inputs(fraction), {"block_size": 4} if solver == "sparsegpt" else {}
+    settings = {**FISHER, "sparsity": sparsity, "solver_options": options, "targets": ["down_proj"]}
+    report = prune(model, solver=solver, **settings).report
+    dead = sum(layer.shape[0] * int(fraction * layer.shape[1]) for layer in report.layers)
+    assert zeros(model, report) == max(dead, round(sparsity * total_size(report)))
+    exceeds = any("above the target" in note for note in report.notes)
+    assert exceeds == (dead > round(sparsity * total_size(report)))
+
+
 @pytest.mark.parametrize("sparsity", [0, 1])
 def test_sparsities_of_zero_and_one(sparsity):
     model = uneven()

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,44 @@ def test_no_other_division_has_a_smaller_loss():
             third = (0.6 * sum(sizes) - first * sizes[0] - second * sizes[1]) / sizes[2]
             if low <= third <= high:
                 assert total(dict(zip(curves, (first, second, third), strict=True)), curves) >= best * (1 - 1e-3)
+
+
+def test_a_division_with_dead_inputs_holds_where_possible():
+    """Brute force over random cases: the mean is the target, or the dead inputs' fraction where that is higher."""
+    choose, above, below = random.Random(2), 0, 0
+    for _ in range(200):
+        curves = {
+            str(k): replace(
+                curve(choose.choice([0, 1, choose.random()]), choose.uniform(0.5, 9), choose.randint(1, 999)),
+                dead=choose.choice([0.0, choose.random(), choose.random() ** 4]),
+            )
+            for k in range(choose.randint(1, 6))
+        }
+        sparsity = choose.random() ** 2
+        sparsities = divide_sparsity(curves, sparsity)
+        least = mean({name: each.dead for name, each in curves.items()}, curves)
+        assert all(sparsities[name] >= each.dead for name, each in curves.items())
+        assert mean(sparsities, curves) == pytest.approx(max(sparsity, least), abs=1e-9)
+        low, high = bounds(sparsity)
+        assert all(sparsities[name] <= max(each.dead, high) + 1e-12 for name, each in curves.items())
+        above, below = above + (least > sparsity), below + (min(sparsities.values()) < low - 1e-9)
+    assert above > 9 and below > 9  # both exceptions occur
+
+
+def test_no_other_division_with_dead_inputs_has_a_smaller_loss():
+    choose = random.Random(3)
+    for dead in (0.35, 0.5, 0.8):
+        curves = {k: curve(choose.uniform(0.1, 2), choose.uniform(2, 8), choose.randint(300, 900)) for k in "abc"}
+        curves["a"] = replace(curves["a"], dead=dead)
+        best, high = total(divide_sparsity(curves, 0.4), curves), bounds(0.4)[1]
+        sizes = [each.size for each in curves.values()]
+        lowest = bounds(0.4)[0] if dead * sizes[0] + bounds(0.4)[0] * sum(sizes[1:]) <= 0.4 * sum(sizes) else 0.0
+        for first, second in itertools.product([cell / 60 for cell in range(61)], repeat=2):
+            third = (0.4 * sum(sizes) - first * sizes[0] - second * sizes[1]) / sizes[2]
+            given = dict(zip("abc", (first, second, third), strict=True))
+            limits = {name: (max(lowest, each.dead), max(high, each.dead)) for name, each in curves.items()}
+            if all(limits[name][0] <= value <= limits[name][1] for name, value in given.items()):
+                assert total(given, curves) >= best * (1 - 1e-3)
 
 
 def brute_force(losses, sizes, removed):
