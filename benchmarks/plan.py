@@ -1,6 +1,7 @@
 """Estimates of `MoonshotPruner.plan` compared with the run: memory excluding the model, and seconds.
 
     python benchmarks/plan.py [--only NAME …]
+    python benchmarks/plan.py --group llama      # every solver and stage on one model, in 10 minutes of one core
 
 Plan and run of a case each have a separate process with one thread. Memory is the peak increase of the resident size
 by the run, after a small warm-up run for libraries and buffers; seconds are processor time.
@@ -26,6 +27,10 @@ WIDE = dict(
     vocab_size=8000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
     num_key_value_heads=8, max_position_embeddings=512,
 )  # fmt: skip
+LLAMA = dict(
+    vocab_size=8000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=512,
+)  # fmt: skip
 MIXED = dict(
     vocab_size=2000, hidden_size=256, intermediate_size=512, moe_intermediate_size=192, num_hidden_layers=4,
     num_attention_heads=8, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4,
@@ -42,7 +47,8 @@ TINY = dict(
     max_position_embeddings=64,
 )  # fmt: skip
 SETTING = dict(sparsity=0.6, num_samples=32, batch_size=8)
-LAST = {"demo": (r"layers\.3\.",), "wide": (r"layers\.3\.mlp\.gate",)}  # where all layers would take long
+# Where all layers would take long.
+LAST = {"demo": (r"layers\.3\.",), "wide": (r"layers\.3\.mlp\.gate",), "llama": (r"layers\.3\.(self_attn|mlp.up)",)}
 CASES = {
     "demo sparsegpt λ=1": ("demo", dict(lam=1)),
     "demo sparsegpt λ=0.5": ("demo", dict(lam=0.5)),
@@ -68,6 +74,17 @@ CASES = {
     "Qwen3-30B-A3B layer wanda λ=1": ("large", dict(solver="wanda", lam=1, num_samples=16)),
     "Qwen3-30B-A3B layer sparsegpt λ=1": ("large", dict(lam=1, num_samples=16)),
     "Qwen3-30B-A3B layer sparsegpt λ=0.5": ("large", dict(lam=0.5, num_samples=4, targets=(r"down_proj",))),
+    "llama sparsegpt": ("llama", dict(lam=0.5)),
+    "llama wanda": ("llama", dict(solver="wanda", lam=0.5)),
+    "llama alps": ("llama", dict(solver="alps", lam=0.5, targets=LAST["llama"])),
+    "llama obc": ("llama", dict(solver="obc", lam=0.5, targets=LAST["llama"])),
+    "llama cap": ("llama", dict(solver="cap", lam=0.5, targets=LAST["llama"])),
+    "llama osscar": ("llama", dict(solver="osscar", pattern="structured", sparsity=0.25, lam=1)),
+    "llama rotated": ("llama", dict(lam=1, rotation="learned", rotation_steps=20)),
+    "llama recovered": ("llama", dict(lam=1, recover="blockwise", recover_steps=30)),
+    "llama 4 bits": ("llama", dict(lam=1, bits=4)),
+    "llama allocated": ("llama", dict(lam=1, allocation="fisher")),
+    "llama offloaded": ("llama", dict(lam=0.5, solver="wanda")),
 }  # fmt: skip
 TOKENS = 256
 
@@ -81,8 +98,8 @@ def pruner(name: str) -> tuple[MoonshotPruner, object]:
     if model == "demo":
         return MoonshotPruner.from_pretrained(DEMO, config), f"{DEMO}/calibration.txt"
     torch.manual_seed(0)
-    if model == "wide":
-        made = hf.LlamaForCausalLM(hf.LlamaConfig(**WIDE))
+    if model in ("wide", "llama"):
+        made = hf.LlamaForCausalLM(hf.LlamaConfig(**(WIDE if model == "wide" else LLAMA)))
     else:
         shape = LARGE if model == "large" else MIXED
         with torch.device("meta" if model == "large" else "cpu"):
@@ -90,7 +107,12 @@ def pruner(name: str) -> tuple[MoonshotPruner, object]:
         if model == "large":
             made = drawn(made.bfloat16())
     ids = torch.randint(made.config.vocab_size, (config.num_samples, TOKENS))
-    return MoonshotPruner(made.eval(), config), [{"input_ids": some} for some in ids.split(config.batch_size)]
+    data = [{"input_ids": some} for some in ids.split(config.batch_size)]
+    if name.endswith("offloaded"):
+        folder = tempfile.mkdtemp(dir=os.environ.get("MOONSHOT_DISK"))
+        made.save_pretrained(folder)
+        return MoonshotPruner.from_pretrained(folder, config, offload="disk"), data
+    return MoonshotPruner(made.eval(), config), data
 
 
 def drawn(model: torch.nn.Module, device: str | torch.device = "cpu") -> torch.nn.Module:
@@ -145,13 +167,14 @@ def main() -> None:
     options.add_argument("--only", nargs="+", default=list(CASES), metavar="NAME", help="cases")
     options.add_argument("--run", choices=list(CASES), help=argparse_hidden())
     options.add_argument("--plan", choices=list(CASES), help=argparse_hidden())
+    options.add_argument("--group", help="the cases whose names begin so")
     args = options.parse_args()
     torch.set_num_threads(1)
     if args.run or args.plan:
         print(json.dumps(run(args.run) if args.run else plan(args.plan)))
         return
     results = {}
-    for name in args.only:
+    for name in (name for name in args.only if name.startswith(args.group or "")):
         each = {}
         for what in ("plan", "run"):
             command = [sys.executable, __file__, f"--{what}", name]

@@ -40,7 +40,7 @@ ROWS = 8, 16, 32, 64, 128, 256, 512, 1024
 FEWER_INPUTS = 256, 512, 1024, 2048
 # Eigenvalues of a random Gram matrix decay as i^-DECAY: solvers that iterate until they converge, such as ALPS, take
 # about as many steps then as with the inputs of trained models. White inputs would take half as many.
-DECAY = 1.5
+DECAY = 1.25
 # Ratio of the operations of two trials from which they show how the seconds of an operation change.
 LEAST_SPAN = 4
 
@@ -110,6 +110,10 @@ def _matrix_seconds(
 ) -> float:
     """Seconds of one of `count` matrices in the run, by `solve` for smaller ones."""
 
+    def seconds(other: ProblemSize) -> float:
+        taken = solve(other)
+        return min(taken, solve(other)) if taken < MATRIX_SECONDS else taken  # the first one has costs of the process
+
     def operations(other: ProblemSize) -> float:
         return solver.work(other, pattern).operations
 
@@ -117,9 +121,7 @@ def _matrix_seconds(
     candidates = {part(rows, d_in) for d_in in (*FEWER_INPUTS, size.inputs) for rows in (*ROWS, size.rows)}
     tried, trials = part(*FIRST_SIZE), list[tuple[float, float]]()
     while True:
-        taken = solve(tried)
-        if taken < MATRIX_SECONDS:  # the first trial includes the one-time costs of a process
-            taken = min(taken, solve(tried))
+        taken = seconds(tried)
         trials = [*trials[:1], (operations(tried), taken)]
         limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * _extrapolated(trials, operations(size)))
         larger = [other for other in candidates if _extent(other) > _extent(tried) and _floats(other) < TRIAL_BYTES / 4]
@@ -127,11 +129,13 @@ def _matrix_seconds(
         if not affordable:
             break
         tried = max(affordable, key=_extent)
-    fewer = part(tried.rows // 2, tried.inputs)
-    if tried.inputs < size.inputs or tried.rows in (fewer.rows, size.rows):
-        return _extrapolated(trials, operations(size))
-    growth = max(0.0, taken - solve(fewer)) / (tried.rows - fewer.rows)
-    return taken + min(growth, taken / tried.rows) * (size.rows - tried.rows)
+    fewer, whole = part(tried.rows // 4, tried.inputs), part(size.rows, tried.inputs)
+    if fewer.rows < tried.rows < whole.rows:
+        growth = max(0.0, taken - seconds(fewer)) / (tried.rows - fewer.rows)
+        taken += min(growth, taken / tried.rows) * (size.rows - tried.rows)
+    else:
+        taken *= operations(whole) / operations(tried)
+    return _extrapolated([trials[0], (operations(whole), taken)], operations(size))
 
 
 def _extrapolated(trials: Sequence[tuple[float, float]], operations: float) -> float:
@@ -188,8 +192,8 @@ def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator
         return torch.randn(*shape, generator=generator, device=device)
 
     spectrum = torch.arange(1, d_in // 2 + 2, device=device) ** -DECAY
-    covariance, index = torch.fft.irfft(spectrum, n=d_in), torch.arange(d_in, device=device)
-    gram = (covariance / covariance[0])[(index[:, None] - index) % d_in].expand(size.groups, -1, -1).squeeze(0)
+    covariance = torch.fft.irfft(spectrum, n=d_in)  # of a stationary process, whose Gram matrix is circulant
+    gram = (covariance / covariance[0]).repeat(2).unfold(0, d_in, 1)[1:].flip(0).repeat(size.groups, 1, 1).squeeze(0)
     weight = normal(rows, d_in) / d_in**0.5
     if solver.objective.diagonal_only:
         squares = normal(rows, d_in).square_() if size.samples else None
