@@ -21,8 +21,9 @@ from ..reports.plan import DISK, HOST
 from ..solvers.quantization import quantization_bytes
 from .footprint import ModelFootprint
 
-# The freed memory that a C library retains within a phase, at most: tensors of up to 32 MiB, twice.
-RETAINED_BYTES = 64 * 2**20
+# The freed memory that a C library retains within a phase, at most: glibc's trim threshold at the end of its heap,
+# which is twice the largest tensor below 32 MiB, and as much in holes between tensors that live longer.
+RETAINED_BYTES = 128 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.planning import seconds
 from optimum_moonshot.planning.footprint import LiveBytes
 from optimum_moonshot.reports.plan import DISK
 
@@ -79,7 +80,8 @@ def test_a_plan_reads_one_block_of_each_kind_and_has_no_side_effects(tmp_path):
     assert model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
 
 
-def test_a_rotation_onloads_one_block_at_a_time_and_stores_it_on_disk(tmp_path):
+def test_a_rotation_onloads_one_block_at_a_time_and_stores_it_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(seconds, "_onloading_seconds", lambda blocks: (1.0, 0.0))  # the same for both plans
     folder = saved(tmp_path / "dense")
     rotated, plain = (opened(folder, **fields).plan() for fields in ({"rotation": "learned", "rotation_steps": 2}, {}))
     for plan in (rotated, plain):
