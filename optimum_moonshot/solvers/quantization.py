@@ -23,10 +23,8 @@ from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from ..objective.row_slices import slices_within, split_range
 from .base import PrunedWeight, Solver
 
-SWEEPS = 4
+SWEEPS = 4  # all of them for every row, so that no result depends on the rows beside it
 STEP = 32  # columns whose gradients are updated after every change; those of others follow once, by a matrix product
-# The descent ends after a sweep that reduces the loss of the rows by less than this fraction.
-TOLERANCE = 1e-3
 # Factors of the Fisher term, or matrices, of the rows that are quantized together.
 STATE_BYTES = 512 * 2**20
 _TINY = torch.finfo(torch.float32).tiny
@@ -168,37 +166,31 @@ class _Descent:
     def run(self) -> Tensor:
         """The values, [rows, d_in]."""
         for _ in range(SWEEPS):
-            gained = sum(self._sweep(columns) for columns in split_range(0, self.values.shape[1], self.grid.group))
-            if gained <= TOLERANCE * self._loss():
-                break
+            for columns in split_range(0, self.values.shape[1], self.grid.group):
+                self._sweep(columns)
         return self.out
 
-    def _loss(self) -> float:
-        delta = self.values - self.problem.target
-        return float((_apply(delta, self.problem.matrix) * delta).sum() + self.products.square().sum())
-
-    def _sweep(self, columns: slice) -> float:
-        """Descend over the columns of a group; returns by how much the loss decreases."""
+    def _sweep(self, columns: slice) -> None:
+        """Descend over the columns of a group."""
         problem, delta = self.problem, self.values - self.problem.target
         inner, factors = problem.matrix[..., columns, columns], problem.factors[:, :, columns]
         gradient = _apply(delta, problem.matrix[..., columns]) + _apply(self.products, factors)
-        gained = self._change_codes(columns, gradient, inner, factors)
-        return gained + (self._rescale(columns, gradient, inner, factors) if self.rescales else 0.0)
+        self._change_codes(columns, gradient, inner, factors)
+        if self.rescales:
+            self._rescale(columns, gradient, inner, factors)
 
-    def _change_codes(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
+    def _change_codes(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
         """Change one code of each row at a time, in blocks of columns; updates the gradient."""
-        gained = 0.0
         for block in split_range(0, columns.stop - columns.start, STEP):
             part = slice(columns.start + block.start, columns.start + block.stop)
             before = self.values[:, part].clone()
-            gained += self._change_block(part, gradient[:, block], inner[..., block, block], factors[:, :, block])
+            self._change_block(part, gradient[:, block], inner[..., block, block], factors[:, :, block])
             changes = self.values[:, part] - before
             projected = _project(factors[:, :, block], changes)
             gradient += _apply(changes, inner[..., block, :]) + _apply(projected, factors)
             self.products += projected
-        return gained
 
-    def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
+    def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
         """As `_change_codes`, for few columns, with contiguous copies of them as rows."""
         matrices = inner.ndim == 3
         # Clones: the transposed row of a single one is contiguous already.
@@ -209,7 +201,7 @@ class _Descent:
         curvature = (diagonal.T if matrices else diagonal[:, None]) + vectors.square().sum(2)
         safe = curvature.clamp(min=_TINY)
         removed |= curvature <= 0
-        projected, gained = torch.zeros_like(self.products), torch.zeros((), device=values.device)
+        projected = torch.zeros_like(self.products)
         for column in (~removed).any(1).nonzero()[:, 0].tolist():
             value, bend, slope = values[column], curvature[column], slopes[column]
             if vectors.shape[2]:
@@ -217,10 +209,8 @@ class _Descent:
             candidate = self.grid.values(self.grid.codes(value - slope / safe[column], step[column]), step[column])
             candidate = candidate.float()
             change = (candidate - value).masked_fill_(removed[column], 0)
-            decrease = -change * (2 * slope + change * bend)
-            stays = decrease <= 0
+            stays = change * (2 * slope + change * bend) >= 0  # the change of the loss
             change.masked_fill_(stays, 0)
-            gained += decrease.clamp_(min=0).sum()
             value.copy_(torch.where(stays, value, candidate))  # value + change is rounded, and can miss the grid
             if matrices:
                 slopes.addcmul_(inner[:, column].T, change[None])
@@ -229,9 +219,8 @@ class _Descent:
             if vectors.shape[2]:
                 projected += vectors[column] * change[:, None]
         self.values[:, columns] = values.T
-        return float(gained)
 
-    def _rescale(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> float:
+    def _rescale(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
         """Move the scale of a group to the minimum along its codes, where that is a lower loss on the grid."""
         values, step = self.values[:, columns], self.step[:, columns]
         codes = self.grid.codes(values, step)
@@ -246,7 +235,6 @@ class _Descent:
         values.copy_(torch.where(better[:, None], moved, values))
         step.copy_(torch.where(better, scale, step[:, 0])[:, None].expand_as(step))
         self.products += projected.masked_fill_(~better[:, None], 0)
-        return float(-loss[better].sum())
 
 
 def _project(factors: Tensor, delta: Tensor) -> Tensor:

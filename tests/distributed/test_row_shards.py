@@ -54,8 +54,7 @@ def done(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
 def test_several_processes_give_the_results_of_one(done, size, name):
-    quantized, compare_notes = name.startswith("bits"), name != "too large for one"
-    shared, _ = assert_as_one_process(done[size, 0][name], done[1, 0][name], compare_notes, quantized)
+    shared, _ = assert_as_one_process(done[size, 0][name], done[1, 0][name], name != "too large for one")
     assert shared.startswith(f"{size} processes shared the samples and the layers")
 
 

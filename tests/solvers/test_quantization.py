@@ -139,6 +139,15 @@ def test_rows_do_not_interact(lam):
     assert_nearly_equal(quantize(objective, weight, keep, grid), whole)
 
 
+def test_a_row_has_the_same_codes_without_the_others():
+    """Small rows at 8 bits, whose descents converge after different numbers of sweeps."""
+    weight, gram, _ = layer(rows=64, inputs=16)
+    keep, grid = torch.rand(weight.shape) < 0.5, Grid(8, 64)
+    whole = quantize(full(weight, gram, None, 1), weight, keep, grid)
+    rows = [quantize(full(weight[[row]], gram, None, 1), weight[[row]], keep[[row]], grid) for row in range(64)]
+    assert_nearly_equal(torch.cat(rows), whole)
+
+
 def assert_nearly_equal(weight, other):
     """Equal but for rows in which a code was near a tie, which sums in another order decide differently."""
     differing = ((weight - other).abs() > 1e-6).any(1)
