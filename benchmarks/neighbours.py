@@ -6,6 +6,7 @@ pruned weights, and keeps their zeros where it changes weights. Install the pack
 Usage: python benchmarks/neighbours.py [NAME …]    writes results/neighbours.json
 """
 
+import json
 import tempfile
 import traceback
 from importlib import metadata
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers as hf
-from common import parser, versions, write
+from common import RESULTS, parser, versions, write
 from torch import nn
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
@@ -138,6 +139,19 @@ def sentence_transformers(folder: Path) -> str:
     return "embeds with a saved pruned model"
 
 
+def llmcompressor(folder: Path) -> str:
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    model = pruned().model
+    before, weights = zeros(model), logits(model)
+    oneshot(model=model, recipe=[QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])])
+    removed_weights_are_zero(model, before)
+    difference = (logits(model) - weights).norm()
+    assert 0 < difference < 0.05 * weights.norm()
+    return "int8 weights and inputs (W8A8) keep the zeros"
+
+
 def timm(folder: Path) -> str:
     import timm as images
 
@@ -159,6 +173,7 @@ CHECKS = {
     "torchao": torchao,
     "bitsandbytes": bitsandbytes,
     "sentence-transformers": sentence_transformers,
+    "llmcompressor": llmcompressor,
     "timm": timm,
 }
 
@@ -179,13 +194,14 @@ def check(name: str) -> dict:
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("names", nargs="*", default=list(CHECKS), help="distributions")
-    results = {}
+    path = RESULTS / "neighbours.json"  # one file for several environments
+    results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
     for name in options.parse_args().names:
         torch.manual_seed(0)
-        results[name] = check(name)
+        shared = versions("torch", "transformers", "optimum", "datasets", "huggingface-hub", "numpy")
+        results[name] = {**check(name), "environment": shared}
         print(name, results[name], flush=True)
-    shared = versions("optimum-moonshot", "torch", "transformers", "optimum", "datasets", "huggingface-hub", "numpy")
-    write("neighbours", {"environment": shared, "neighbours": results})
+    write("neighbours", results)
 
 
 if __name__ == "__main__":

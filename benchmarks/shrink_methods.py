@@ -3,6 +3,7 @@
     python benchmarks/shrink_methods.py demo                 # the shipped Llama; resumable, cells are not repeated
     python benchmarks/shrink_methods.py heads mixture        # benchmarks/heads_model, benchmarks/mixture_model
     python benchmarks/shrink_methods.py demo --recoveries block-wise distilled --seeds 0 --minutes 30
+    python benchmarks/shrink_methods.py mixture --methods "REAP of llm-compressor"   # in an environment with it
     python benchmarks/shrink_methods.py demo --show          # tables and picture of the existing results
 
 Every cell starts from the dense model in float32 and the same 128 × 256 calibration tokens by seed, and ends with a
@@ -53,11 +54,12 @@ PEERS: dict[str, Callable[[PreTrainedModel, Batches, int], PreTrainedModel]] = {
 }
 OWN = "shrink"
 EXPERTS = {"frequency": "frequency", "REAP": "reap", "OSSCAR": "osscar"}  # method → solver
+LLM_COMPRESSOR = "REAP of llm-compressor"
 TWO_OBJECTIVES = (OWN, "OSSCAR")  # this package's
 
 
 def methods(name: str) -> list[str]:
-    return [*EXPERTS, OWN] if name == "mixture" else [*PEERS, OWN]
+    return [*EXPERTS, LLM_COMPRESSOR, OWN] if name == "mixture" else [*PEERS, OWN]
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
@@ -66,7 +68,7 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
         (seed, share, f"{method}, {recovery}", lam)
         for recovery in options.recoveries
         for seed in options.seeds
-        for method in options.methods or methods(name)
+        for method in options.methods or [each for each in methods(name) if each != LLM_COMPRESSOR]
         if method in methods(name) and (seed == options.seeds[0] or not method.startswith("magnitude"))
         for share in options.steps
         for lam in (options.lambdas if method in TWO_OBJECTIVES else LAMBDAS[:1])
@@ -112,6 +114,20 @@ def share_of_experts(model: PreTrainedModel, share: float) -> float:
     return round((1 - share) * model.num_parameters() / cost) / config.num_experts
 
 
+def llm_compressor(model: PreTrainedModel, batches: Batches, share: float) -> PreTrainedModel:
+    """As many experts fewer by llm-compressor's REAP, which runs each block with the inputs of the pruned ones."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
+
+    ids = torch.cat([batch["input_ids"] for batch in batches])
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    recipe = [REAPPruningModifier(sparsity=share_of_experts(model, share) + 1e-6)]  # it rounds the number down
+    sizes = {"num_calibration_samples": len(ids), "max_seq_length": LENGTH}
+    oneshot(model=model, dataset=data, recipe=recipe, moe_calibrate_all_experts=False, **sizes)
+    return model
+
+
 def shrink_own(model: PreTrainedModel, method: str, share: float, shared: dict) -> PreTrainedModel:
     """By this package; `shared` are fields of the configuration."""
     tokenizer, text = AutoTokenizer.from_pretrained(DEMO), str(DEMO / "calibration.txt")
@@ -138,6 +154,8 @@ def measure(name: str, cell: Cell) -> dict:
     dense, share, started = load(name), SHARES[setting], time.process_time()
     if method in PEERS:
         small = PEERS[method](dense, data.batches, int(share * dense.num_parameters()))
+    elif method == LLM_COMPRESSOR:
+        small = llm_compressor(load(name), data.batches, share)
     else:
         recover = "blockwise" if recovery == "block-wise" else None
         shared = {"lam": lam, "seed": seed, "num_samples": SAMPLES, "sequence_length": LENGTH, "recover": recover}
@@ -177,7 +195,8 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("models", nargs="+", choices=MODELS)
     arguments.add_argument("--recoveries", nargs="+", default=list(RECOVERIES), choices=RECOVERIES)
-    arguments.add_argument("--methods", nargs="+", choices=[*PEERS, OWN, *EXPERTS], help="all without it")
+    named = [*PEERS, OWN, *EXPERTS, LLM_COMPRESSOR]
+    arguments.add_argument("--methods", nargs="+", choices=named, help="without it all but llm-compressor's")
     add_options(arguments, SHARES, LAMBDAS)
     options = arguments.parse_args()
     torch.set_num_threads(1)

@@ -178,6 +178,11 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:
+        """Those of the packed tensors.
+
+        Not by `serialized_names` and `get_load_operations`, which transformers has since 5.23: their operation gets the
+        tensors by suffix alone, and every matrix has its own format, by its name in the files.
+        """
         from .conversion import Unpacking
 
         if not self.pre_quantized:
