@@ -67,7 +67,8 @@ def build_spec(
     sizes = tuple(map(batch_size, data.batches))
     largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
     try:
-        footprint = model_footprint(model, selection.structure, largest, selection.needs_gradients, forward)
+        trains = selection.config.recover is not None
+        footprint = model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward)
     except Exception as error:  # a model may read the value of any tensor
         note = f"{NO_ACTIVATIONS} ({reason(error)[:200]})"
         if sequences is None:

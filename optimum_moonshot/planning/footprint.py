@@ -73,6 +73,7 @@ class BlockFootprint:
 
     forward: int  # without graph and hooks
     observed: int  # under the hooks: forward and, with gradients, backward
+    trained: int  # forward and backward, with gradients of all its weights, which are not included; 0 unless asked for
     shared: tuple[tuple[int, ...], ...]  # indices of its layers that read the same tensor and share one Gram matrix
 
 
@@ -103,11 +104,17 @@ class ModelFootprint:
 
 
 def model_footprint(
-    model: nn.Module, structure: Structure, batch: Batch, gradients: bool, forward: Forward | None = None
+    model: nn.Module,
+    structure: Structure,
+    batch: Batch,
+    gradients: bool,
+    trains: bool = False,
+    forward: Forward | None = None,
 ) -> ModelFootprint:
     """Run a copy of a model and its blocks on fake tensors, with a batch of the size of the largest one.
 
-    A model that reads the value of a tensor raises any exception.
+    `gradients` are those of calibration; if `trains`, blocks are trained as well. A model that reads the value of a
+    tensor raises any exception.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, frozen(model):
         fake = _FakeModel(model, mode, batch_size(batch), gradients)
@@ -121,7 +128,7 @@ def model_footprint(
             if block.layers and block.name in fake.calls:
                 kind = _kind(block, fake.calls[block.name])
                 if kind not in footprints:
-                    footprints[kind] = fake.run_block(block)
+                    footprints[kind] = fake.run_block(block, trains)
                 blocks[block.name] = footprints[kind]
         hidden = arguments = 0
         if fake.order:
@@ -200,8 +207,8 @@ class _FakeModel:
             self.held.clear()
         return live.peak
 
-    def run_block(self, block: Block) -> BlockFootprint:
-        """Passes of a single block, without hooks and with them."""
+    def run_block(self, block: Block, trains: bool) -> BlockFootprint:
+        """Passes of a single block, without hooks and with them, and in training."""
         with LiveBytes() as forward:
             self._call(block, False)
         reads: dict[Any, list[int]] = {}
@@ -216,7 +223,22 @@ class _FakeModel:
                 self.held.clear()
             self.observed = False
         alone = [(index,) for index in range(len(block.layers)) if not any(index in each for each in reads.values())]
-        return BlockFootprint(forward.peak, observed.peak, (*map(tuple, reads.values()), *alone))
+        trained = self._train(block) if trains else 0
+        return BlockFootprint(forward.peak, observed.peak, trained, (*map(tuple, reads.values()), *alone))
+
+    def _train(self, block: Block) -> int:
+        """Bytes of a pass in which all weights get gradients, without these."""
+        weights = [each for each in self.copies[block.module].parameters() if each.is_floating_point()]
+        for weight in weights:
+            weight.requires_grad_(True)
+        with LiveBytes() as live:
+            output = self._call(block, True)
+            torch.autograd.backward(output, torch.empty_like(output))
+        written = sum(each.nbytes for each in weights if each.grad is not None)
+        for weight in weights:
+            weight.grad = None
+            weight.requires_grad_(False)
+        return max(0, live.peak - written)
 
     def _call(self, block: Block, gradients: bool) -> Tensor:
         call = self.calls[block.name]

@@ -94,7 +94,7 @@ def recovery(trace: MemoryTrace) -> None:
     ]
     for block in (block for sequence in run.sequential for block in sequence if block.layers):
         footprint = run.footprint.blocks.get(block.name)
-        activations = 0 if footprint is None else footprint.observed * samples * 4 // (run.batch * run.itemsize)
+        activations = 0 if footprint is None else footprint.trained * samples * 4 // (run.batch * run.itemsize)
         others = _others(run, block)
         trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
         trace.snapshot("recovery", block.name, activations=activations, training=trained * per_weight)
@@ -123,7 +123,7 @@ def distillation(trace: MemoryTrace, model: nn.Module) -> None:
         return
     cache = trace.allocate("streams", sum(run.footprint.hidden * count // run.batch for count in run.sizes), "teacher")
     samples = min(part_size(run.samples), run.batch)
-    passes = [each.observed for each in run.footprint.blocks.values()] or [run.footprint.whole]
+    passes = [each.trained for each in run.footprint.blocks.values()] or [run.footprint.whole]
     activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
     device, host = str(run.device), size.host if placement.on_host else size.best
     trace.add("training", HOST, host)

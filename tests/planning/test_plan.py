@@ -314,3 +314,18 @@ def test_recovery_of_whole_blocks_counts_all_their_parameters():
     pruned = sum(layer.parameter.nbytes for layer in select(llama(), configs[0]).layers)
     every = sum(each.nbytes for _, block in blocks for each in block.parameters())
     assert most(plain, "results") == pruned and most(structured, "results") == every
+
+
+def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
+    """At λ = 1 calibration has no backward pass; long sequences, so that activations exceed the weights."""
+    shape = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, max_position_embeddings=256)
+    config = MoonshotConfig(
+        sparsity=0.5, lam=1, recover="blockwise", recover_steps=4, num_samples=32, batch_size=4, sequence_length=256
+    )
+    pruner = MoonshotPruner(llama(**shape), config)
+    batches = token_batches(samples=32, length=256, size=4)
+    plan = pruner.plan(batches)
+    with LiveBytes() as live:
+        pruner.prune(batches, progress=False)
+    recovery = max(each.total("cpu") for each in plan.snapshots if each.phase == "recovery")
+    assert 0.85 < (recovery - most(plan, "allocator")) / live.peak < 1.2, (recovery, live.peak)
