@@ -223,7 +223,10 @@ def test_a_module_is_imported_and_its_solver_prunes(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--import", "toy_solver", "--solver", "toy", "--solver-option", "power=3"), WRONG["power=3"]),
+        (
+            ("--import", "toy_solver", "--solver", "toy", "--solver-option", "power=3"),
+            f"--solver-option power=3: {WRONG['power=3']}",
+        ),
         (
             ("--import", "toy_solver", "--solver", "toy", "--solver-option", "strength=1"),
             "--solver-option strength=1: --solver toy has power",

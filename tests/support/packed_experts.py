@@ -1,10 +1,14 @@
 """The packed weights in a folder."""
 
-from checkpoints import tensors
+from safetensors import safe_open
 
-from optimum_moonshot.packing import weight_of
+from optimum_moonshot.checkpoint.weight_files import described_layers
 
 
 def packed_names(folder):
     """The names of the weights that `folder` stores packed."""
-    return {weight_of(name) for name in tensors(folder) if weight_of(name) != name}
+    names = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(described_layers(file.metadata()))
+    return names
