@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: the C library, where the command of optimum-cli lies, and the page of a package index."""
+"""The parts of the build that setup.cfg cannot express: the C library, the optimum-cli command, the index page."""
 
 import configparser
 import os
@@ -15,7 +15,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<path
 
 KERNELS = Path("optimum_moonshot", "kernels")
 WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"]
-# What the files of an instruction set are compiled with; without it, or with a compiler that lacks it, they are empty.
+# Compiler flags of the files of an instruction set; without them, or with a compiler that lacks them, the files are empty.
 INSTRUCTIONS = {
     "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],

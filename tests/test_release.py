@@ -1,4 +1,4 @@
-"""What a release consists of: the version, the citation, the workflow and the container agree with the package."""
+"""The parts of a release: the version, the citation, the workflow and the container agree with the package."""
 
 import configparser
 import re
