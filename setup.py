@@ -15,7 +15,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<path
 
 KERNELS = Path("optimum_moonshot", "kernels")
 WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"]
-# Compiler flags of the files of an instruction set; without them, or with a compiler that lacks them, the files are empty.
+# Compiler flags by file, each of one instruction set; a file is empty without them, or if the compiler lacks them.
 INSTRUCTIONS = {
     "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
