@@ -120,7 +120,11 @@ class Program:
         for ones, minus in rows:
             columns = np.append(ones, minus) if minus >= 0 else ones
             values = np.append(np.ones(len(ones)), -1.0) if minus >= 0 else np.ones(len(ones))
-            matrices.append(csr_array((values, (np.zeros(len(columns), dtype=int), columns)), shape=(1, total)))
+            places = (
+                np.zeros(len(columns), dtype=np.int32),
+                columns.astype(np.int32),
+            )  # `milp` of scipy 1.13 takes no int64
+            matrices.append(csr_array((values, places), shape=(1, total)))
         return vstack(matrices, format="csr"), np.array(right)
 
     def _solve(

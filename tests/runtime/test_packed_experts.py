@@ -110,6 +110,8 @@ def routes(tokens, count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_routing_gives_the_sum_of_the_experts(name, dtype):
     dense, packed = experts(name, dtype)
+    if not hasattr(dense, "down_proj"):
+        pytest.skip("early releases of transformers have other experts in Aria")
     size = dense.down_proj.shape[1 if not dense.is_transposed else 2]
     for index in routes(40, len(dense.down_proj)).values():
         hidden = torch.randn(len(index), size).to(dtype)
@@ -293,5 +295,6 @@ def test_experts_of_other_shapes_than_in_config_json_are_refused(tmp_path, chang
     make_folder(tmp_path, "experts")
     change_config(tmp_path, **changes)
     for runtime in ("dense", "packed"):
-        with pytest.raises(MoonshotError, match="cannot load it"):
+        # The first message is of transformers, as far as its release compares the shapes.
+        with pytest.raises(MoonshotError, match="cannot load it|its shape in the files is not the one of config.json"):
             load_pruned(tmp_path, runtime=runtime)
