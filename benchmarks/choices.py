@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/choices.py
 
-prints the README's table. Quality and bits per weight are those of the shipped Llama (beyond.py, quantized.py), speeds
+prints the table and writes it into the README: run it after every benchmark that it reads. Quality and bits per weight are those of the shipped Llama (beyond.py, quantized.py), speeds
 those of a random Llama of the shape of 1B (generate.py --quantized): the shipped one is too small for its speed to
 depend on its weights.
 """
@@ -15,6 +15,7 @@ from statistics import fmean
 from cells import gather
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
 DENSE_BITS = 16
 RECOVERED = "all, recovered"
 ONE_SHOT = "ALPS, basis, shares"
@@ -104,5 +105,13 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def write(rows: str) -> None:
+    """Replace the README's table."""
+    header = rows.partition("\n")[0]
+    before, _, rest = README.read_text(encoding="utf-8").partition(header)
+    README.write_text(before + rows + "\n\n" + rest.partition("\n\n")[2], encoding="utf-8")
+
+
 if __name__ == "__main__":
     print(table())
+    write(table())
