@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/choices.py
 
-prints the table and writes it into the README: run it after every benchmark that it reads. Quality and bits per weight are those of the shipped Llama (beyond.py, quantized.py), speeds
-those of a random Llama of the shape of 1B (generate.py --quantized): the shipped one is too small for its speed to
-depend on its weights.
+prints the table and writes it into the README: run it after every benchmark that it reads. Quality and bits per weight
+are those of the shipped Llama (beyond.py, quantized.py), speeds those of a random Llama of the shape of 1B (generate.py
+--quantized): the shipped one is too small for its speed to depend on its weights.
 """
 
 import json

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, perplexity
 from optimum_moonshot.pipeline.selection import Subject
-from optimum_moonshot.runs.shrink import Shrinking, measure_parts, without_blocks
+from optimum_moonshot.runs.shrink_measurements import measure_parts
+from optimum_moonshot.runs.shrink_parts import apply_decision, without_blocks
+from optimum_moonshot.runs.shrink_request import Shrinking
 from optimum_moonshot.shrinking.decision import decision_of
 from optimum_moonshot.shrinking.program import Program
 from optimum_moonshot.shrinking.target import Target
@@ -61,7 +63,7 @@ def ranked(rows: list[dict], options: Any, save: Any) -> None:
         subject = Subject(model, tokenizer, progress=False)
         settings = config(num_samples=options.samples, lam=1.0)
         run = Shrinking(subject, settings, str(DEMO / "calibration.txt"), target, (1, 1), None, None)
-        tables, measured = measure_parts(run)
+        tables, _, measured = measure_parts(run, narrowed=True)
         program = tables.program(tables.parameters)
         for choice in alternatives(program, target.budget(tables.parameters.dense)):
             decision = decision_of(tables, target, program, choice, measured)
@@ -72,7 +74,7 @@ def ranked(rows: list[dict], options: Any, save: Any) -> None:
                     continue
                 smaller, removal = without_blocks(model, decision.blocks)
                 at_lam = dataclasses.replace(run, config=dataclasses.replace(settings, lam=lam))
-                smaller, _ = at_lam.apply(decision, smaller, removal)
+                smaller, _ = apply_decision(at_lam, decision, smaller, removal)
                 row = {"predicted": choice.loss, "perplexity": held_out(smaller, tokenizer)}
                 rows.append({**key, "parameters": smaller.num_parameters(), **row})
                 save()

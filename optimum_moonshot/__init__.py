@@ -12,9 +12,9 @@ from .integrations.registration import register_soon
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .checkpoint.converting import convert as convert
     from .checkpoint.loading import load_pruned as load_pruned
     from .checkpoint.quantization_config import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
-    from .checkpoint.saving import convert as convert
     from .checkpoint.verification import Verification as Verification
     from .checkpoint.verification import verify as verify
     from .config import MoonshotConfig as MoonshotConfig
@@ -49,7 +49,7 @@ _MODULES = {
     "Verification": "checkpoint.verification",
     "accuracy": "evaluation.images",
     "compact_model": "model.compaction",
-    "convert": "checkpoint.saving",
+    "convert": "checkpoint.converting",
     "keep_sparsity": "masks",
     "load_pruned": "checkpoint.loading",
     "perplexity": "evaluation.text",

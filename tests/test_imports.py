@@ -1,6 +1,7 @@
 """Imports point in one direction: from higher to lower floors of packages, and without cycles between modules."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -32,9 +33,12 @@ FLOORS = (
 )
 # `__init__` imports its names lazily; the quantizer that it registers imports the rest on use.
 ENTRY = "__init__"
+MOST_IMPORTS = 15  # modules of the package that a file imports
+FACADE = "pruner"
 HEAVY = {"transformers", "datasets", "huggingface_hub", "matplotlib", "optimum", "peft"}
 
 
+@cache
 def modules():
     """Module name without the package → path."""
     return {
@@ -42,10 +46,13 @@ def modules():
     }
 
 
-def imports(name, path):
-    """The modules of this package that a module imports, including lazy imports."""
-    ours = modules()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(name, path, for_types=True):
+    """The modules of this package that a module imports, including lazy imports, and those for type checkers."""
+    ours, tree = modules(), ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = name.split(".")[: -node.level] + (node.module.split(".") if node.module else [])
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "optimum_moonshot":
@@ -85,6 +92,11 @@ def test_imports_point_to_lower_floors():
 
 def test_no_import_cycles():
     tuple(TopologicalSorter(graph()).static_order())
+
+
+def test_a_module_imports_few_others():
+    counts = {name: len(set(imports(name, path, for_types=False))) for name, path in modules().items()}
+    assert {name for name, count in counts.items() if count > MOST_IMPORTS} <= {FACADE}
 
 
 def test_numerical_packages_import_no_transformers():

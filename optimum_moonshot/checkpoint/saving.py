@@ -1,8 +1,7 @@
-"""Save pruned and rotated models atomically, with their report and model card, and convert saved checkpoints."""
+"""Save pruned and rotated models atomically, with their report and model card."""
 
 import inspect
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import safetensors.torch
 from torch import nn
 
 from ..errors import MoonshotError, check_choice, check_path, reason, require
-from ..files import STAGING_PREFIX, is_weights, replace_file, staged, writing
+from ..files import replace_file, staged, writing
 from ..model.offload import is_offloaded
 from ..model.source_files import source_files
 from ..reports.measurement import Measured
@@ -19,11 +18,8 @@ from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.rotation_report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
-from .file_integrity import check_files, check_no_other_weights
-from .hub import HUB_OPTIONS, local_folder
 from .in_memory import is_packed, to_save
-from .meta_model import checkpoint_meta_model
-from .packed_files import FORMATS, pack_files, save_streamed, unpack_files
+from .packed_files import FORMATS, pack_files, save_streamed
 from .reload_check import check_reloads
 from .weight_files import EXPORT, stored_format
 
@@ -117,55 +113,6 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
         without = name != "variant" or format == "dense"
         require(without, "a packed checkpoint has no variants", field=name, value=value)
     return format
-
-
-def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
-    """Convert a pruned checkpoint to another format; other files are copied, and the card is updated.
-
-    The weights are verified first, as by `load_pruned`.
-
-    Args:
-        source: folder of a checkpoint that this package pruned, or its name on the Hub.
-        output: folder of the new one; may be the same.
-        format: "dense", "packed" or "compressed-tensors", which is not converted back.
-        loading: for the configuration, such as `trust_remote_code`, and `revision`, `token`, … for the Hub.
-
-    Raises:
-        MoonshotError: not a pruned checkpoint, one that has the format already, or one that is damaged.
-    """
-    check_choice("format", format, (*FORMATS, EXPORT))
-    check_path("source", source)
-    hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
-    folder = local_folder(source, whole=True, **hub)
-    stored = stored_format(folder)
-    packed = stored == "packed"
-    require(stored != format, f"{source} is a {format} checkpoint already")
-    require(stored != EXPORT, f"{source} is a {EXPORT} checkpoint", hint="convert the dense or the packed one instead")
-    weights = {path.resolve() for path in check_files(folder, packed)}
-    check_no_other_weights(folder, packed)
-    model = None if packed else checkpoint_meta_model(folder, **loading)
-    inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
-    entries = [path for path in folder.iterdir() if path.resolve() not in inside]
-
-    def weight_names(parent: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(parent, name).resolve() in weights]
-
-    with staged("output", output) as staging:
-        for path in entries:
-            if path.is_dir() and not path.name.startswith("."):
-                shutil.copytree(path, staging / path.name, ignore=weight_names)
-            elif path.is_file() and not is_weights(path) and not path.name.startswith(STAGING_PREFIX):
-                shutil.copy2(path, staging)
-        if model is None:
-            unpack_files(folder, staging)
-        elif format == "packed":
-            pack_files(folder, staging, model)
-        if format == EXPORT:
-            dense = staging if packed else folder
-            export_files(dense, staging, model or checkpoint_meta_model(dense, **loading))
-        facts = Facts.read(staging, Path(output).resolve().name, format)
-        if facts is not None and (staging / REPORT_NAME).is_file():
-            write_card(staging, PruneReport.load(staging), facts)
 
 
 def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:

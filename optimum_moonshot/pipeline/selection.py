@@ -15,7 +15,7 @@ from ..model.losses import Loss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
 from ..objective.linalg import all_finite
-from ..objective.patterns import MixedNM, Pattern, Structured
+from ..objective.patterns import Experts, MixedNM, Pattern, Structured
 from ..reports.record import PruningRecord
 from ..solvers import Solver
 
@@ -132,6 +132,27 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
+
+
+def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
+    """The parameters of all experts, as layers: they have to be finite, and the data are observed at them."""
+    structure = find_structure(model)
+
+    def experts(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
+        return tuple(layer for layer in layers if layer.separate and layer.groups > 1)
+
+    blocks = tuple(dataclasses.replace(block, layers=experts(block.layers)) for block in structure.blocks)
+    structure = Structure(blocks, experts(structure.outside))
+    require(
+        any(structure.layers()),
+        f"{type(model).__name__} has no experts in fused parameters; give a mixture of experts",
+        field="pattern",
+        value=Experts.kind,
+    )
+    pattern = config.parsed_pattern
+    assert isinstance(pattern, Experts)
+    patterns = dict.fromkeys((layer.name for layer in structure.layers()), pattern)
+    return Selection(config, config.make_solver(), structure, patterns, resolved_lam(config, model))
 
 
 def _check_dense(model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 The model becomes smaller in the run itself: experts of zeros would not do, as the router would still select them.
 """
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -16,13 +15,12 @@ from ..errors import require
 from ..model.calls import frozen
 from ..model.compaction import Compaction
 from ..model.expert_removal import ExpertRemoval
-from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.run_report import attach_report
-from ..pipeline.selection import Selection, Subject, resolved_lam
+from ..pipeline.selection import Subject, select_experts
 from ..pipeline.variant import Variant, broadcast_first, share_recovered
 from ..recovery.blockwise import Recovery, SmallerBlocks
 from ..reports.prune_report import PruneReport
@@ -82,27 +80,6 @@ def _recovery(prepared: Prepared, variant: Variant, removal: ExpertRemoval, expe
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
-    """The parameters of all experts, as layers: they have to be finite, and the data are observed at them."""
-    structure = find_structure(model)
-
-    def experts(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
-        return tuple(layer for layer in layers if layer.separate and layer.groups > 1)
-
-    blocks = tuple(dataclasses.replace(block, layers=experts(block.layers)) for block in structure.blocks)
-    structure = Structure(blocks, experts(structure.outside))
-    require(
-        any(structure.layers()),
-        f"{type(model).__name__} has no experts in fused parameters; give a mixture of experts",
-        field="pattern",
-        value=Experts.kind,
-    )
-    pattern = config.parsed_pattern
-    assert isinstance(pattern, Experts)
-    patterns = dict.fromkeys((layer.name for layer in structure.layers()), pattern)
-    return Selection(config, config.make_solver(), structure, patterns, resolved_lam(config, model))
 
 
 def _plan(prepared: Prepared) -> ExpertRemoval:

@@ -3,81 +3,49 @@
 import copy
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..config import MoonshotConfig
 from ..errors import require
-from ..model.calls import Forward, called_by, evaluation_mode
+from ..model.calls import called_by, evaluation_mode
 from ..model.compaction import Compaction
 from ..model.depth import BlockRemoval, remove_blocks
 from ..model.layers import find_blocks
-from ..objective.patterns import Experts
-from ..pipeline.selection import Subject
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
-from ..results.run_folder import RunFolder
 from ..shrinking.decision import Decision
-from ..shrinking.experts import ExpertCount
+from ..shrinking.experts import ExpertCount, expert_config
 from ..shrinking.latency import model_latency
-from ..shrinking.target import Target
 from ..shrinking.widths import Width
 from .expert_pruning import prune_experts
 from .prune import prune_model
 from .record import compact_pruned
+from .shrink_request import Shrinking
 
 # λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
 # loss, and needs no backward pass without it (benchmarks/results/shrink.json).
 LAM_HEADS, LAM_NEURONS = 0.5, 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Shrinking:
-    """A request to make a model smaller."""
+def apply_decision(
+    run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune and compact the copy of the model that has the remaining blocks, and report the decision.
 
-    subject: Subject
-    config: MoonshotConfig
-    calibration: Any
-    target: Target
-    batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
-    forward: Forward | None
-    resume_dir: Path | None
+    Args:
+        run: the request.
+        decision: the parts that leave.
+        model: a copy without the blocks of the decision.
+        removal: that of the blocks; None if all remain.
 
-    @property
-    def model(self) -> PreTrainedModel:
-        assert isinstance(self.subject.model, PreTrainedModel)
-        return self.subject.model
-
-    @property
-    def teacher(self) -> PreTrainedModel:
-        """The model that a distillation reproduces: the dense one, before any part left."""
-        teacher = self.subject.teacher or self.model
-        assert isinstance(teacher, PreTrainedModel)
-        return teacher
-
-    def folder(self, name: str) -> Path | None:
-        return None if self.resume_dir is None else self.resume_dir / name
-
-    def apply(
-        self, decision: Decision, model: Any, removal: BlockRemoval | None
-    ) -> tuple[PreTrainedModel, PruneReport]:
-        """Prune and compact the copy of the model that has the remaining blocks, and report the decision."""
-        with called_by(model, self.forward), evaluation_mode(self.teacher):
-            model, report = _pruned(self, decision, model, removal)
-        _complete(self, decision, model, report)
-        return model, report
-
-    def discard(self) -> None:
-        """Delete the files of the run."""
-        if self.resume_dir is not None:
-            for folder in self.resume_dir.glob("*/"):
-                RunFolder.remove_all(folder)
-            for folder in (self.resume_dir / "narrowed").glob("*/"):
-                RunFolder.remove_all(folder)
-            RunFolder.remove_all(self.resume_dir / "narrowed")
-            RunFolder.remove_all(self.resume_dir)
+    Raises:
+        MoonshotError: as `prune_model`, or the architecture has no configuration of these widths.
+    """
+    with called_by(model, run.forward), evaluation_mode(run.teacher):
+        model, report = _pruned(run, decision, model, removal)
+    _complete(run, decision, model, report)
+    return model, report
 
 
 def without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
@@ -109,15 +77,6 @@ def _pruned(
     parameters = [decision.report.parameters[0], model.num_parameters()]
     report.compaction = {**empty, **(report.compaction or {}), "config": changes, "parameters": parameters}
     return model, report
-
-
-def expert_config(config: MoonshotConfig, sparsity: float, recover: str | None = None) -> MoonshotConfig:
-    """The configuration that removes a fraction of the experts.
-
-    Raises:
-        MoonshotError: the configuration has a field that whole experts do not support.
-    """
-    return dataclasses.replace(config, pattern=Experts.kind, sparsity=sparsity, recover=recover)
 
 
 def _allocation(

@@ -1,11 +1,13 @@
 """The number of experts of every mixture, as a width that a model's configuration can reduce."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import MoonshotConfig
 from ..data.batches import Batch
 from ..errors import MoonshotError
 from ..model.expert_removal import ExpertRemoval
@@ -70,3 +72,12 @@ def _largest(model: PreTrainedModel, mixtures: Mixtures, inputs: Batch) -> Exper
         except MoonshotError:
             continue
     return ExpertRemoval.plan(model, mixtures, Experts(TRIALS[0]), inputs)
+
+
+def expert_config(config: MoonshotConfig, sparsity: float, recover: str | None = None) -> MoonshotConfig:
+    """The configuration that removes a fraction of the experts.
+
+    Raises:
+        MoonshotError: the configuration has a field that whole experts do not support.
+    """
+    return dataclasses.replace(config, pattern=Experts.kind, sparsity=sparsity, recover=recover)

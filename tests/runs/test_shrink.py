@@ -15,7 +15,7 @@ from optimum_moonshot.commands.moonshot import MoonshotCommand
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
 from optimum_moonshot.reports.shrink_report import ShrinkReport
-from optimum_moonshot.runs import shrink, shrink_parts
+from optimum_moonshot.runs import shrink, shrink_measurements, shrink_parts
 from optimum_moonshot.shrinking import hidden, latency, trials
 
 CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
@@ -202,7 +202,7 @@ def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch
 
     monkeypatch.setattr(calibration_loss, "mean_loss", fail)
     monkeypatch.setattr(trials, "mean_loss", fail)
-    monkeypatch.setattr(shrink, "_solve", fail)
+    monkeypatch.setattr(shrink_measurements, "_solve", fail)
     pruner, second = shrunk(parameters=0.7, resume_dir=tmp_path)
     assert dataclasses.replace(second) == first and list(second.measured) == list(first.measured)
     _, other = shrunk(parameters=0.9, resume_dir=tmp_path)

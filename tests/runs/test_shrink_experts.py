@@ -32,7 +32,7 @@ def without_other_parts(monkeypatch):
     def refuse(*_):
         raise MoonshotError("it stays")
 
-    monkeypatch.setattr("optimum_moonshot.runs.shrink.find_widths", lambda *_: ([], {}))
+    monkeypatch.setattr("optimum_moonshot.runs.shrink_measurements.find_widths", lambda *_: ([], {}))
     monkeypatch.setattr("optimum_moonshot.shrinking.losses.MOST_BLOCKS", 0.0)
     monkeypatch.setattr(hidden, "observe_stream", refuse)
 
@@ -116,7 +116,7 @@ def test_measurements_of_experts_serve_a_repeated_run(monkeypatch, tmp_path):
     def fail(*_):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("optimum_moonshot.runs.expert_choice.ExpertTrials.run", fail)
+    monkeypatch.setattr("optimum_moonshot.runs.expert_trials.ExpertTrials.run", fail)
     _, _, second = shrunk_in(tmp_path)
     assert second == first
 

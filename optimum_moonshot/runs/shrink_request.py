@@ -1,0 +1,81 @@
+"""A request to make a model smaller, with the folders of its runs."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..config import MoonshotConfig
+from ..errors import Option, Text, require
+from ..model.calls import Forward
+from ..model.layers import visited
+from ..model.offload import RESIDENT
+from ..objective.patterns import Structured
+from ..pipeline.selection import Subject
+from ..results.run_folder import RunFolder
+from ..shrinking.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrinking:
+    """A request to make a model smaller."""
+
+    subject: Subject
+    config: MoonshotConfig
+    calibration: Any
+    target: Target
+    batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
+    forward: Forward | None
+    resume_dir: Path | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        assert isinstance(self.subject.model, PreTrainedModel)
+        return self.subject.model
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        """The model that a distillation reproduces: the dense one, before any part left."""
+        teacher = self.subject.teacher or self.model
+        assert isinstance(teacher, PreTrainedModel)
+        return teacher
+
+    def folder(self, name: str) -> Path | None:
+        return None if self.resume_dir is None else self.resume_dir / name
+
+    def discard(self) -> None:
+        """Delete the files of the run."""
+        if self.resume_dir is not None:
+            for folder in self.resume_dir.glob("*/"):
+                RunFolder.remove_all(folder)
+            for folder in (self.resume_dir / "narrowed").glob("*/"):
+                RunFolder.remove_all(folder)
+            RunFolder.remove_all(self.resume_dir / "narrowed")
+            RunFolder.remove_all(self.resume_dir)
+
+
+def check_request(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
+    """Check that the configuration and the model can be shrunk to a target.
+
+    Args:
+        subject: the dense model.
+        config: of the run.
+        calibration: the data, not yet read.
+
+    Raises:
+        MoonshotError: a field that contradicts a target, no data, several processes, or offloaded blocks.
+    """
+    model, pattern = subject.model, config.parsed_pattern
+    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
+    hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
+    message = "a smaller model loses whole neurons and heads"
+    require(isinstance(pattern, Structured), message, field="pattern", value=config.pattern, hint=hint)
+    message = "the target determines it; leave it at 0"
+    require(not config.sparsity, message, field="sparsity", value=config.sparsity)
+    message = "the target determines the sparsity of every layer"
+    require(config.allocation == "uniform", message, field="allocation", value=config.allocation)
+    require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
+    require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
