@@ -21,7 +21,7 @@ from ..errors import require
 _log = logging.getLogger(__name__)
 _PATH = Path(__file__).with_name("libmoonshot.so")
 _SWITCH = "MOONSHOT_KERNELS"
-_VERSION = 3  # of moonshot_version in library.c
+_VERSION = 4  # of moonshot_version in library.c
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -71,6 +71,8 @@ class Library:
         self._quantized_offsets = functions.moonshot_quantized_offsets
         quantized = (c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
         self._quantized_product.argtypes = [*quantized, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
+        self._quantized_grouped = functions.moonshot_quantized_grouped
+        self._quantized_grouped.argtypes = [*quantized, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
         self._quantized_unpack.argtypes = [*quantized, c_int64, c_int64, c_void_p, c_int]
         self._quantized_offsets.argtypes = [c_int, c_int64, c_int64, c_void_p, c_void_p]
         self._quantized_unpack.restype = self._quantized_offsets.restype = None
@@ -178,6 +180,19 @@ class Library:
         if self._quantized_product(*_quantized(matrix), *addresses, wide, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
+
+    def quantized_grouped(
+        self, outputs: Tensor, inputs: Tensor, counts: Tensor, matrix: QuantizedMatrix, wide: bool = False
+    ) -> None:
+        """As `grouped`, with a quantized matrix; inputs are rounded as in `quantized_product`, unless `wide`.
+
+        Raises:
+            MemoryError: the copy of the inputs cannot be allocated.
+        """
+        addresses = counts.data_ptr(), inputs.data_ptr(), outputs.data_ptr()
+        arguments = *_quantized(matrix), len(counts), *addresses, wide, torch.get_num_threads()
+        if self._quantized_grouped(*arguments):
+            raise MemoryError(f"no memory for a copy of {inputs.shape[0]}×{inputs.shape[1]} inputs")
 
     def quantized_unpack(self, dense: Tensor, matrix: QuantizedMatrix, first: int = 0) -> Tensor:
         """Unpack rows of W, from `first` on, to `dense` [rows, d_in], contiguous, in the scales' dtype; returns it."""

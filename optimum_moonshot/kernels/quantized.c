@@ -100,6 +100,26 @@ PUBLIC int moonshot_quantized_product(int bits, int64_t group, int dtype, int64_
     return 0;
 }
 
+/* As moonshot_grouped with a quantized W: y [sum of counts, d_out / groups]. Returns as moonshot_quantized_product. */
+PUBLIC int moonshot_quantized_grouped(int bits, int64_t group, int dtype, int64_t d_out, int64_t d_in,
+                                      const uint8_t *codes, int64_t stored, const uint8_t *meta, const int64_t *offsets,
+                                      const void *scale, int64_t groups, const int64_t *counts, const void *x, void *y,
+                                      int wide, int threads) {
+    const int64_t bytes = dtype_bytes(dtype), size = d_out / groups, width = (d_in + 7) / 8;
+    const int64_t scales = (d_in + group - 1) / group, regular = offsets ? 0 : stored / groups;
+    for (int64_t number = 0, first = 0; number < groups; first += counts[number++]) {
+        if (!counts[number]) continue;
+        const int64_t row = number * size;
+        const int failed = moonshot_quantized_product(
+            bits, group, dtype, size, d_in, codes + number * regular, offsets ? stored : regular,
+            meta ? meta + row * width : NULL, offsets ? offsets + row : NULL,
+            (const char *)scale + row * scales * bytes, (const char *)x + first * d_in * bytes, counts[number], NULL,
+            (char *)y + first * size * bytes, wide, threads);
+        if (failed) return failed;
+    }
+    return 0;
+}
+
 /* Dense rows first to last - 1 of W, [last - first, d_in]. */
 PUBLIC void moonshot_quantized_unpack(int bits, int64_t group, int dtype, int64_t d_out, int64_t d_in,
                                       const uint8_t *codes, int64_t stored, const uint8_t *meta, const int64_t *offsets,

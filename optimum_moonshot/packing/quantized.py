@@ -109,6 +109,19 @@ def row_offsets(meta: Tensor, d_in: int, bits: int) -> Tensor:
     return functional.pad(block_bytes(block_counts(meta, d_in), bits).sum(1).cumsum(0), (1, 0))
 
 
+def select_rows(
+    codes: Tensor, scale: Tensor, meta: Tensor, offsets: Tensor | None, first: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Views of the tensors of rows first to stop − 1, and the offsets of these; `offsets` is that of `find_offsets`."""
+    size = codes.numel() // len(scale)  # of every row, without offsets
+    start, end = first * size, stop * size
+    if offsets is not None:
+        offsets = offsets[first : stop + 1]
+        start, end = int(offsets[0]), int(offsets[-1])
+        offsets = offsets - start
+    return codes[start:end], scale[first:stop], meta[first:stop], offsets
+
+
 def library_matrix(
     grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None = None
 ) -> QuantizedMatrix | None:

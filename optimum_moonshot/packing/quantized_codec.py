@@ -13,8 +13,8 @@ from ..kernels import find_library
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.patterns import NM
 from .codec import INPUTS, Codec, Parts, Verdict
-from .quantized import check_packed, find_offsets, pack, packed_bytes, unpack
-from .quantized_product import QuantizedTensors, quantized_linear
+from .quantized import check_packed, find_offsets, pack, packed_bytes, select_rows, unpack
+from .quantized_product import QuantizedTensors, grouped_product, quantized_linear
 from .timing import LEAST, gpu_lacks, timed_verdict
 
 # With AVX2, one row takes 1.6 to 4 times as long as torch's dense product; NEON's speed has not been measured.
@@ -99,13 +99,7 @@ class Quantized(Codec):
     ) -> tuple[Parts, ProductPlan]:
         codes, scale, meta = self._parts(parts)
         offsets = find_offsets(meta, shape[1], self.bits) if plan is None else plan.offsets
-        size = codes.numel() // shape[0]  # of every row, without offsets
-        start, end = first * size, stop * size
-        if offsets is not None:
-            offsets = offsets[first : stop + 1]
-            start, end = int(offsets[0]), int(offsets[-1])
-            offsets = offsets - start
-        rows = codes[start:end], scale[first:stop], meta[first:stop]
+        *rows, offsets = select_rows(codes, scale, meta, offsets, first, stop)
         return dict(zip(self.suffixes, rows, strict=True)), ProductPlan(offsets)
 
     def stack(self, matrices: Sequence[Mapping[str, Tensor]], shapes: Sequence[tuple[int, int]]) -> Parts:
@@ -130,8 +124,20 @@ class Quantized(Codec):
     ) -> Tensor:
         if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
             return super().linear(inputs, parts, shape, bias, plan)
-        matrix = QuantizedTensors(*self._parts(parts), None if plan is None else plan.offsets, self.bits, self.group)
-        return quantized_linear(inputs, matrix, bias, wide=self.inputs != INPUTS[0])
+        return quantized_linear(inputs, self._tensors(parts, plan), bias, wide=self.inputs != INPUTS[0])
+
+    def grouped(
+        self,
+        inputs: Tensor,
+        counts: Tensor,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        plan: ProductPlan | None = None,
+    ) -> Tensor:
+        differentiable = torch.is_grad_enabled() and inputs.requires_grad
+        if differentiable or torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
+            return super().grouped(inputs, counts, parts, shape, plan)
+        return grouped_product(inputs, counts, self._tensors(parts, plan), wide=self.inputs != INPUTS[0])
 
     def decoding(
         self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
@@ -167,6 +173,10 @@ class Quantized(Codec):
         codes = 8 * dtype.itemsize * (fraction - 1 / self.group)
         share = 1.0 if codes > self.bits - 0.01 else (codes - 1) / self.bits
         return timed_verdict(self, shape, pattern, share, dtype, device, "Triton")
+
+    def _tensors(self, parts: Mapping[str, Tensor], plan: ProductPlan | None) -> QuantizedTensors:
+        offsets = None if plan is None else plan.offsets
+        return QuantizedTensors(*self._parts(parts), offsets, self.bits, self.group)
 
     def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         codes, scale, meta = (parts[suffix] for suffix in self.suffixes)

@@ -1,8 +1,10 @@
 """The product with a matrix in a format "int{bits}g{group}", as operators of torch, like those of `bitmask_product`.
 
-``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
-multiplies directly with the packed W, and so do GPU kernels with few rows of x. For gradients, and where there is no
-library, tiles of W are unpacked, so that no dense copy of W is written to memory; GPU kernels unpack all of W.
+``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant.
+``moonshot::quantized_grouped`` is the same for groups of inputs, each with a matrix of a stack, without bias and
+gradients. The compiled library multiplies directly with the packed W, and so do GPU kernels with few rows of x. For
+gradients, and where there is no library, tiles of W are unpacked, so that no dense copy of W is written to memory; GPU
+kernels unpack all of W.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from torch.nn import functional
 from ..kernels import QuantizedMatrix, find_gpu_kernels, find_library
 from ..objective.grid import Grid
 from ..objective.row_slices import split_range
-from .quantized import DTYPES, find_offsets, library_matrix, unpacked_slices
+from .quantized import DTYPES, find_offsets, library_matrix, select_rows, unpacked_slices
 
 _TILE = 1 << 20  # bytes of a tile of unpacked rows, as in `bitmask_product`
 _MOST_WIDE = 4  # rows of inputs that are not rounded; above, torch's product with tiles is faster
@@ -23,6 +25,7 @@ _MATRIX = "Tensor codes, Tensor scale, Tensor meta, Tensor? offsets, int bits, i
 _library = torch.library.Library("moonshot", "FRAGMENT")
 _library.define(f"quantized_linear(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
 _library.define(f"quantized_product(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
+_library.define(f"quantized_grouped(Tensor inputs, Tensor counts, {_MATRIX}, bool wide) -> Tensor")
 _library.define(f"quantized_transposed(Tensor outputs, {_MATRIX}, int d_in) -> Tensor")
 
 
@@ -49,6 +52,49 @@ def quantized_linear(inputs: Tensor, matrix: QuantizedTensors, bias: Tensor | No
     return torch.ops.moonshot.quantized_product.default(inputs, *matrix, bias, wide)
 
 
+def grouped_product(inputs: Tensor, counts: Tensor, matrix: QuantizedTensors, wide: bool) -> Tensor:
+    """The products [rows, d_out] of groups of inputs, without gradients; arguments as for `Codec.grouped`."""
+    result: Tensor = torch.ops.moonshot.quantized_grouped.default(inputs, counts, *matrix, wide)
+    return result
+
+
+def _grouped(
+    inputs: Tensor,
+    counts: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    meta: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+    group: int,
+    wide: bool,
+) -> Tensor:
+    library, d_out, numbers = find_library(), len(scale) // len(counts), counts.tolist()
+    matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[1], offsets)
+    outputs, first = inputs.new_empty(len(inputs), d_out), 0
+    fits = _takes(inputs, scale, None) and max(numbers) <= _most_rows(wide)
+    if library is not None and matrix is not None and fits:
+        library.quantized_grouped(outputs, inputs.contiguous(), counts, matrix, wide)
+        outputs[sum(numbers) :] = 0
+        return outputs
+    offsets = find_offsets(meta, inputs.shape[1], bits) if offsets is None else offsets
+    for number, count in enumerate(numbers):
+        if count:
+            rows = select_rows(codes, scale, meta, offsets, number * d_out, (number + 1) * d_out)
+            outputs[first : first + count] = _product(inputs[first : first + count], *rows, bits, group, None, wide)
+            first += count
+    outputs[first:] = 0
+    return outputs
+
+
+def _most_rows(wide: bool) -> int:
+    """Most rows of inputs that the library multiplies at once; more are multiplied by unpacked tiles."""
+    library = find_library()
+    if library is None:
+        return 0
+    return min(library.most_rows, _MOST_WIDE) if wide else library.most_rows
+
+
 def _product(
     inputs: Tensor,
     codes: Tensor,
@@ -65,8 +111,8 @@ def _product(
     library, flat = find_library(), inputs.reshape(-1, inputs.shape[-1])
     matrix = library_matrix(Grid(bits, group, scale.dtype), codes, scale, meta, inputs.shape[-1], offsets)
     outputs = inputs.new_empty(*inputs.shape[:-1], len(scale))
-    most = 0 if library is None else min(library.most_rows, _MOST_WIDE) if wide else library.most_rows
-    if library is not None and matrix is not None and _takes(inputs, scale, bias) and len(flat) <= most:
+    fits = _takes(inputs, scale, bias) and len(flat) <= _most_rows(wide)
+    if library is not None and matrix is not None and fits:
         return library.quantized_product(flat.contiguous(), matrix, bias, wide).view_as(outputs)
     for rows, tile in _tiles(matrix, codes, scale, meta, bits, group, inputs.shape[-1]):
         outputs[..., rows] = functional.linear(inputs, tile, None if bias is None else bias[rows])
@@ -158,7 +204,12 @@ def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, None, None, None, bias, None
 
 
-_COMPUTED = {"quantized_linear": _product, "quantized_product": _product, "quantized_transposed": _transposed}
+_COMPUTED = {
+    "quantized_linear": _product,
+    "quantized_product": _product,
+    "quantized_grouped": _grouped,
+    "quantized_transposed": _transposed,
+}
 for _name, _compute in _COMPUTED.items():
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
 for _name in ("quantized_linear", "quantized_product"):
@@ -167,5 +218,10 @@ for _name in ("quantized_linear", "quantized_product"):
     )
 torch.library.register_fake(
     "moonshot::quantized_transposed", lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1]), lib=_library
+)
+torch.library.register_fake(
+    "moonshot::quantized_grouped",
+    lambda x, counts, _, scale, *rest: x.new_empty(x.shape[0], scale.shape[0] // counts.shape[0]),
+    lib=_library,
 )
 torch.library.register_autograd("moonshot::quantized_linear", _gradients, setup_context=_remember, lib=_library)

@@ -150,6 +150,29 @@ def test_inputs_of_any_size_are_rounded_or_multiplied_in_float32(kernels):
         assert ((outputs - exact).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_groups_are_those_of_their_matrices(kernels, dtype):
+    """Bit for bit, with groups of any size, with and without offsets, and with inputs that are not finite."""
+    generator, size, d_in = torch.Generator().manual_seed(3), 5, 203
+    for number, (bits, kind, wide) in enumerate(itertools.product(BITS, ("dense", 0.3, 1.0), (False, True))):
+        counts = ([0, 1, 0, 18], [40, 0, 2, 3], [0, 0, 0, 0])[number % 3]
+        _, _, matrix = packed((4 * size, d_in), bits, 64, dtype, kind, seed=number)
+        inputs = torch.randn(sum(counts), d_in, generator=generator).to(dtype)
+        inputs[1::7, 150], inputs[4::7, 3] = torch.inf, torch.nan
+        outputs, expected = inputs.new_full((sum(counts), size), 7), []
+        kernels.quantized_grouped(outputs, inputs, torch.tensor(counts), matrix, wide)
+        for group, rows in enumerate(inputs.split(counts)):
+            of_group = slice(group * size, (group + 1) * size)
+            starts = torch.arange(4 * size + 1) * len(matrix.codes) // (4 * size)
+            starts = (starts if matrix.offsets is None else matrix.offsets)[group * size : (group + 1) * size + 1]
+            offsets = None if matrix.offsets is None else starts - starts[0]
+            meta = None if matrix.meta is None else matrix.meta[of_group]
+            codes = matrix.codes[starts[0] : starts[-1]]
+            own = QuantizedMatrix(bits, 64, codes, matrix.scale[of_group], meta, offsets, (size, d_in))
+            expected.append(kernels.quantized_product(rows, own, None, wide))
+        assert torch.equal(outputs.nan_to_num(nan=-3), torch.cat(expected).nan_to_num(nan=-3))
+
+
 def test_damaged_metadata_ends_no_process(kernels):
     for bits, kind in itertools.product(BITS, (0.3, "dense")):
         _, _, matrix = packed((70, 300), bits, 64, torch.bfloat16, kind)

@@ -77,3 +77,13 @@ def test_matrices_with_and_without_a_bitmask_are_stacked():
     parts = codec.stack(packed, [(6, d_in)] * 2)
     codec.check(parts, (12, d_in))
     assert torch.equal(codec.unpack(parts, (12, d_in)), torch.cat(matrices))
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "unstructured", "sparsity": 0.6}, {}], ids=str)
+def test_a_model_with_quantized_experts_compiles_to_one_graph(settings):
+    model = mixtral(num_hidden_layers=1).bfloat16()
+    prune(model, solver="magnitude", bits=4, quant_group=64, **settings).to_runtime("packed")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(IDS, use_cache=False).logits, logits(model))

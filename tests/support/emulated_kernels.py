@@ -28,7 +28,7 @@ def build(folder: Path) -> Path:
 def emulated(library: Library, path: Path, kernel: str) -> Library:
     """A library whose products are those of "amx" or "vnni" in a file of `build`."""
     functions, copied = ctypes.CDLL(str(path)), copy.copy(library)
-    for name in ("_quantized_product", "_quantized_unpack"):
+    for name in ("_quantized_product", "_quantized_grouped", "_quantized_unpack"):
         function, original = functions["moonshot" + name], getattr(library, name)
         function.argtypes, function.restype = original.argtypes, original.restype
         setattr(copied, name, function)

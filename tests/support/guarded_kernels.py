@@ -81,7 +81,9 @@ def check_quantized(
         offsets = Guarded(b"".join(start.to_bytes(8, "little") for start in starts), at_end)
         places = (None, None) if dense else (meta.address, offsets.address)
         matrix = bits, 64, dtype, d_out, d_in, codes, stored, *places, scale
+        counts = (c_int64 * d_out)(rows - rows // 2, *[0] * (d_out - 2), *[rows // 2] * (d_out > 1))
         for wide in (0, 1):
+            assert library.moonshot_quantized_grouped(*matrix, d_out, counts, inputs, outputs, wide, 1) == 0
             assert library.moonshot_quantized_product(*matrix, inputs, rows, None, outputs, wide, 1) == 0
         library.moonshot_quantized_unpack(*matrix, 0, d_out, unpacked, 1)
 
@@ -89,6 +91,7 @@ def check_quantized(
 def check_all_quantized(library: ctypes.CDLL) -> None:
     matrix = [c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]
     library.moonshot_quantized_product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
+    library.moonshot_quantized_grouped.argtypes = [*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
     library.moonshot_quantized_unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
     for bits in (8, 4, 3):
         for d_out, d_in in ((1, 1), (3, 200), (5, 128), (37, 320)):
