@@ -106,7 +106,7 @@ def _quantized(config: MoonshotConfig, weight: Tensor) -> Pattern:
     """The pattern of a configuration, with the grid of a weight."""
     pattern, grid = config.parsed_pattern, config.grid
     assert pattern is not None and not isinstance(pattern, MixedNM)  # `_problem` has refused it
-    return pattern if grid is None else dataclasses.replace(pattern, grid=dataclasses.replace(grid, dtype=weight.dtype))
+    return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(weight.dtype))
 
 
 def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:

@@ -6,7 +6,7 @@ codes and scales: `Grid.scales_of` restores them exactly. So a quantized matrix 
 between the solver and the packed file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..errors import MoonshotError, require
 from .row_slices import CPU_BYTES, row_slices, slices_within
 
 BITS = (8, 4, 3)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # codes and scales are computed in float32
 BLOCK = 64  # inputs per block of a packed row; groups consist of whole blocks
 # Scales to try, as fractions of the one that maps the largest weight of a group to the last code.
 _FRACTIONS = {8: (0.8, 11), 4: (0.5, 26), 3: (0.4, 31)}  # smallest fraction, number of fractions up to 1
@@ -39,6 +40,16 @@ class Grid:
         require(type(self.bits) is int and self.bits in BITS, usage, field="bits", value=self.bits)
         valid = type(self.group) is int and self.group > 0 and self.group % BLOCK == 0
         require(valid, f"give a multiple of {BLOCK}", field="quant_group", value=self.group)
+
+    def with_dtype(self, dtype: torch.dtype) -> "Grid":
+        """The same grid for weights in a dtype.
+
+        Raises:
+            MoonshotError: the dtype is none of `DTYPES`.
+        """
+        message, hint = "its weights cannot be quantized", "use a dtype of 16 or 32 bits"
+        require(dtype in DTYPES, message, field="dtype", value=dtype, hint=hint)
+        return replace(self, dtype=dtype)
 
     @property
     def top(self) -> int:

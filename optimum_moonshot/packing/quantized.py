@@ -28,17 +28,16 @@ from ..objective.patterns import NM
 from ..objective.row_slices import row_slices
 from .bitmask import is_nm, popcounts, stored_positions, unpack_bits
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TEMPORARY = 24  # bytes of the intermediates of a weight
 
 
 def pack(grid: Grid, matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack a matrix in host memory, in the dtype of the grid, into `codes`, `scale` and `meta`.
+    """Pack a matrix in host memory into `codes`, `scale` and `meta`.
 
     Raises:
-        MoonshotError: m consecutive inputs have more than n nonzeros, or the matrix is not on the grid.
+        MoonshotError: m consecutive inputs have more than n nonzeros, or the matrix or its dtype has no grid.
     """
-    require(grid.dtype in DTYPES, f"weights in {grid.dtype} have no grid", hint="use a dtype of 16 or 32 bits")
+    grid = grid.with_dtype(matrix.dtype)
     matrix, d_in = matrix.contiguous(), matrix.shape[1]
     keep, meta = stored_positions(matrix, pattern)
     if _stores_all(grid, keep, pattern):

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import QuantizedMatrix, find_gpu_kernels, find_library
-from ..objective.grid import Grid
+from ..objective.grid import DTYPES, Grid
 from ..objective.row_slices import split_range
-from .quantized import DTYPES, find_offsets, library_matrix, select_rows, unpacked_slices
+from .quantized import find_offsets, library_matrix, select_rows, unpacked_slices
 
 _TILE = 1 << 20  # bytes of a tile of unpacked rows, as in `bitmask_product`
 _MOST_WIDE = 4  # rows of inputs that are not rounded; above, torch's product with tiles is faster

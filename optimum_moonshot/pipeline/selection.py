@@ -9,11 +9,12 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, naming, require
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.losses import Loss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
+from ..objective.grid import BITS, Grid
 from ..objective.linalg import all_finite
 from ..objective.patterns import Experts, MixedNM, Pattern, Structured
 from ..reports.record import PruningRecord
@@ -73,11 +74,7 @@ class Selection:
     def on_grid(self, pattern: Pattern, layer: PrunableLayer) -> Pattern:
         """A pattern of a layer with the grid of its survivors: that of an allocation, else the configuration's."""
         grid = pattern.grid if self.config.has_budget else self.config.grid
-        return (
-            pattern
-            if grid is None
-            else dataclasses.replace(pattern, grid=dataclasses.replace(grid, dtype=layer.parameter.dtype))
-        )
+        return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(layer.parameter.dtype))
 
     @property
     def needs_gradients(self) -> bool:
@@ -114,7 +111,7 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     """Select the layers of a model, which stays as it is (structured patterns run a probe through it).
 
     Raises:
-        MoonshotError: nothing is chosen, or the pattern fits no layer.
+        MoonshotError: nothing is chosen, the pattern fits no layer, or a layer's dtype cannot be quantized.
     """
     if config.rotation is not None:
         _check_dense(model)
@@ -131,6 +128,7 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     else:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
+    _check_grids(structure, config)
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
 
 
@@ -188,6 +186,19 @@ def _fitting(
         raise MoonshotError(f"it fits no layer: {skipped}", field="pattern", value=config.pattern)
     blocks = zip(structure.blocks, inside, strict=True)
     return Structure(tuple(dataclasses.replace(block, layers=layers) for block, layers in blocks), outside, skipped)
+
+
+def _check_grids(structure: Structure, config: MoonshotConfig) -> None:
+    """Check that the layers can be quantized, if the configuration or an allocation may quantize them.
+
+    Raises:
+        MoonshotError: a layer's dtype has no grid.
+    """
+    if config.bits is None and not config.has_budget:
+        return
+    for layer in structure.layers():
+        with naming(layer.name):
+            Grid(BITS[0], config.quant_group).with_dtype(layer.parameter.dtype)
 
 
 def check_weight(layer: PrunableLayer) -> None:

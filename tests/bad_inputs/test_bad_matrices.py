@@ -22,6 +22,7 @@ MATRICES = [
     ((torch.nested.nested_tensor([WEIGHT[0], WEIGHT[1]]), GRAM), config(), "weight is nested"),
     ((torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8), GRAM), config(), "weight is quantized"),
     ((WEIGHT.int(), GRAM), config(), "weight has dtype torch.int32: give a floating-point tensor"),
+    ((WEIGHT.double(), GRAM), config(bits=4), "dtype=torch.float64: its weights cannot be quantized"),
     ((WEIGHT.to(torch.complex64), GRAM), config(), "weight has dtype torch.complex64"),
     ((WEIGHT, GRAM.bool()), config(), "gram has dtype torch.bool"),
     ((WEIGHT * NAN, GRAM), config(), "weight holds NaN or infinite values"),

@@ -113,7 +113,7 @@ def test_weights_off_the_grid_are_refused(bits):
         matrix[3, 6] = value
         with pytest.raises(MoonshotError, match="row 3 is not on a grid"):
             codec.pack(matrix, None)
-    with pytest.raises(MoonshotError, match="weights in torch.float64 have no grid"):
+    with pytest.raises(MoonshotError, match="dtype=torch.float64: its weights cannot be quantized"):
         codec.pack(matrix.double(), None)
 
 

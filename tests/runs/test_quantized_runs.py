@@ -9,7 +9,7 @@ from models import make, token_batches
 from offloaded_models import assert_equal, settings
 from tiny_mixtures import mixtral
 
-from optimum_moonshot import MoonshotPruner, load_pruned
+from optimum_moonshot import MoonshotError, MoonshotPruner, load_pruned
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.grid import Grid
@@ -20,6 +20,21 @@ QUANTIZED = dict(bits=4, quant_group=64)
 def assert_on_grid(model, bits=4, group=64):
     for layer in find_structure(model).layers():
         Grid(bits, group, layer.parameter.dtype).scales_of(layer.matrix.detach())
+
+
+BUDGET = dict(pattern="unstructured", allocation="fisher", bits_per_weight=3.0)
+
+
+@pytest.mark.parametrize("settings", [QUANTIZED, BUDGET], ids=str)
+def test_float64_is_refused_before_the_calibration(settings):
+    def data():
+        raise AssertionError("the data were read")
+        yield
+
+    model = make("llama").double()
+    with pytest.raises(MoonshotError, match=r"q_proj: dtype=torch\.float64: its weights cannot be quantized; use a dt"):
+        MoonshotPruner(model, config(**settings)).prune(data(), progress=False)
+    assert not hasattr(model.config, "moonshot")
 
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "alps", "wanda", "obc"])
