@@ -80,7 +80,8 @@ class PackedLinear(PackedModule):
             exact = torch.equal(self.codec.unpack(parts, self.shape), weight.cpu())
         except MoonshotError:
             exact = False
-        require(exact, f"{self.codec.name} cannot represent the new weight", hint="call model.dequantize() first")
+        hint = "call model.dequantize() first, or keep an adapter unmerged, beside the weight"
+        require(exact, f"{self.codec.name} cannot represent the new weight", hint=hint)
         parts = {suffix: part.to(weight.device) for suffix, part in parts.items()}
         self.hold(_WEIGHT, self.packed[_WEIGHT], parts)
 

@@ -10,7 +10,8 @@ import torch
 from lora_models import logits, lora, peft, train
 from masked_models import loss_of, pruned, zeros
 from models import token_batches
-from packed_models import held
+from packed_models import assert_state, held, state
+from quantized_models import quantized
 
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.checkpoint.in_memory import to_runtime
@@ -23,6 +24,7 @@ from optimum_moonshot.integrations.peft import (
     sparse_lora,
 )
 from optimum_moonshot.packing.bitmask_codec import Bitmask
+from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
@@ -52,11 +54,31 @@ def gradients(model):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
 def test_outputs_and_gradients_are_those_of_dense_layers(name, masked, dtype, tolerance):
     dense, adapted = both(name, dtype, masked)
-    assert held(adapted) and (logits(dense) - logits(adapted)).abs().max() < tolerance
+    assert held(adapted)
+    assert_equal_training(dense, adapted, tolerance)
+
+
+def assert_equal_training(dense, adapted, tolerance):
+    """Equal logits and gradients of the adapters, and no other gradients."""
+    assert (logits(dense) - logits(adapted)).abs().max() < tolerance
     expected, actual = gradients(dense.eval()), gradients(adapted.eval())
     assert actual.keys() == expected.keys() and all("lora_" in parameter for parameter in actual)
     for parameter, gradient in expected.items():
         assert (actual[parameter] - gradient).abs().max() < tolerance * gradient.abs().max(), parameter
+
+
+@MODELS
+@MASKED
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_outputs_and_gradients_on_integer_codes_are_those_of_dense_layers(name, masked, bits):
+    models = [quantized(name, torch.float32, bits).model for _ in range(2)]
+    to_runtime(models[1], "packed", inputs="float")
+    dense, adapted = (lora(model) for model in models)
+    peft.set_peft_model_state_dict(adapted, peft.get_peft_model_state_dict(dense))
+    dense, adapted = (sparse_lora(model) if masked else model for model in (dense, adapted))
+    codecs = {module.codec.name for module in adapted.modules() if isinstance(module, PackedLinear)}
+    assert codecs == {f"int{bits}g64"}
+    assert_equal_training(dense, adapted, 1e-4)
 
 
 @MASKED
@@ -150,12 +172,28 @@ def test_a_format_that_cannot_hold_the_merged_weight_is_unchanged(fails, monkeyp
         return pack(codec, (matrix * 8).round() / 8, pattern)
 
     monkeypatch.setattr(Bitmask, "pack", on_a_grid)
-    with pytest.raises(
-        MoonshotError, match=r"bitmask cannot represent the new weight; call model.dequantize\(\) first"
-    ):
+    hint = r"call model.dequantize\(\) first, or keep an adapter unmerged, beside the weight"
+    with pytest.raises(MoonshotError, match=f"bitmask cannot represent the new weight; {hint}"):
         adapted.merge_adapter()
     assert not any(getattr(module, "merged", False) for module in adapted.modules())
     assert all(torch.equal(adapted.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_a_masked_adapter_is_merged_into_codes_after_dequantization_only(bits):
+    model = quantized("llama", torch.float32, bits).model
+    to_runtime(model, "packed", inputs="float")
+    adapted = sparse_lora(lora(model))
+    before, expected = state(adapted), logits(adapted)
+    hint = r"call model.dequantize\(\) first, or keep an adapter unmerged, beside the weight"
+    with pytest.raises(MoonshotError, match=f"int{bits}g64 cannot represent the new weight; {hint}"):
+        adapted.merge_and_unload()
+    assert_state(adapted, before)
+    adapted.dequantize()
+    merged = adapted.merge_and_unload()
+    assert not held(merged) and (logits(merged) - expected).abs().max() <= 1e-4
+    pruned_model = quantized("llama", torch.float32, bits).model
+    assert all(torch.equal(mask, zeros(merged)[layer]) for layer, mask in zeros(pruned_model).items())
 
 
 @MODELS
