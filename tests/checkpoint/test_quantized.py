@@ -108,6 +108,19 @@ def test_packed_in_memory_and_back(source, tmp_path):
         assert_same(pruner.model, load_pruned(tmp_path / "again"))
 
 
+def test_a_packed_checkpoint_stays_on_its_grid_in_another_dtype(tmp_path):
+    pruner = quantized(dtype=torch.float32)
+    for source in ("dense", "packed"):
+        pruner.save_pretrained(tmp_path / source, format=source)
+    unpacked, cast = (AUTO.from_pretrained(tmp_path / name, dtype=torch.bfloat16) for name in ("packed", "dense"))
+    kept = load_pruned(tmp_path / "packed", runtime="packed", dtype=torch.bfloat16)
+    for name in held(kept):
+        weight, dense = unpacked.get_submodule(name).weight, cast.get_submodule(name).weight
+        assert torch.equal(kept.get_submodule(name).weight, weight)
+        Grid(4, 64, torch.bfloat16).scales_of(weight.detach())
+        assert not torch.equal(weight, dense) and torch.allclose(weight, dense, rtol=2**-6)
+
+
 def test_a_model_changes_between_runtimes(tmp_path):
     pruner = quantized()
     before = {name: tensor.clone() for name, tensor in pruner.model.state_dict().items()}
