@@ -101,6 +101,7 @@ class MoonshotQuantizer(HfQuantizer):
     ) -> None:
         from .conversion import PackedExperts  # imports transformers' loader, which imports the quantizers
 
+        self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
         if self.pruning is not None:
             self._prepare_pruning(self.pruning, model)
         elif not self.pre_quantized:
@@ -131,6 +132,7 @@ class MoonshotQuantizer(HfQuantizer):
         from .conversion import Unpacking
 
         model.config.__dict__.pop(EXPLICIT, None)
+        self.sharding.remove()
         loaded = model.state_dict()  # with a quantizer, transformers < 5.23 loads parameters of any shape
         check_complete((), (), [name for name, shape in self.shapes.items() if loaded[name].shape != shape])
         # Most releases of transformers do not cast the tensors that they rename.
@@ -201,6 +203,18 @@ class MoonshotQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _refuse_shards(model: nn.Module, *_: Any) -> None:
+    """Refuse weights that transformers has sharded, when it lists the tensors to load: no hook of its own is later.
+
+    Raises:
+        MoonshotError: the model is distributed over several processes.
+    """
+    message = "packed weights, and models to prune, cannot be sharded between processes"
+    hint = "convert the checkpoint to the dense format, or use vLLM"
+    sharded = getattr(model, "_device_mesh", None) is not None
+    require(not sharded, message, field="tp_plan", hint=hint)
 
 
 def _require_complete(model: Any) -> None:
