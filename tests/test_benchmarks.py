@@ -1,5 +1,6 @@
 """The weights and layers that the benchmarks of quantized survivors compare: correct, or their speed is none."""
 
+import subprocess
 import sys
 
 import alternatives
@@ -7,6 +8,7 @@ import generate
 import pytest
 import random_weights
 import runtime
+import serving
 import torch
 from random_weights import Setting, imitate_pruning, random_weight
 from torch import nn
@@ -101,3 +103,20 @@ def test_the_table_compares_with_dense_of_as_many_threads(tmp_path):
     assert "| int4 | 4 | 5 | 5.0 (2.50) | 4.0 (1.00) | 1.50 (2.00) | 4.00 (0.50) |" in generate.table(results)
     generate.picture({**results, "runs": [{**run, "runtime": "packed"} for run in runs]}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_the_results_of_serving_are_written_after_every_setting(monkeypatch):
+    def measured(folder, options):
+        if len(written) == 2:
+            raise subprocess.CalledProcessError(1, "vllm")
+        return {"bytes_added": 1}
+
+    written = []
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--quantized"])
+    monkeypatch.setattr(serving, "make", lambda *_: 5)
+    monkeypatch.setattr(serving, "run", measured)
+    monkeypatch.setattr(serving, "write", lambda name, results: written.append((name, list(results["settings"]))))
+    with pytest.raises(subprocess.CalledProcessError):
+        serving.main()
+    assert written == [("quantized_serving", ["dense"]), ("quantized_serving", ["dense", "2:4"])]
+    assert f"{serving.EXPORTED}int8" not in serving.QUANTIZED["settings"]
