@@ -13,6 +13,7 @@ bandwidth, because torch's product may be slower.
         --sets portable avx2 avx512 vbmi2 --name runtime-sets  # thresholds of packing/bitmask_speed.py
     python benchmarks/runtime.py --quantized    # survivors in 8, 4 and 3 bits, and the layers of torch and torchao
     python benchmarks/runtime.py --quantized --only "2:4 int4" "torchao int4" --rows 1 --threads 1
+    python benchmarks/runtime.py --experts 8    # a stack of experts; `rows` are tokens, each of them with two experts
 """
 
 import argparse
@@ -24,6 +25,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import common
@@ -33,6 +35,7 @@ from random_weights import Setting, random_weight
 from torch.nn import Linear, functional
 
 from optimum_moonshot.kernels import find_library
+from optimum_moonshot.runtime.packed_mixture import dense_grouped
 
 USUAL = ["2:4", "0.5", "0.6", "0.7", "0.8", "0.9"]
 PACKED = ["2:4", "2:4 int8", "2:4 int4", "2:4 int3", "0.6 int8", "0.6 int4", "0.8", "0.8 int8", "0.8 int4", "int4"]
@@ -43,12 +46,30 @@ QUANTIZED = {  # options of --quantized
     "dtypes": ["bfloat16"],
     "name": "quantized_runtime",
 }
+EXPERTS = {  # options of --experts
+    "kinds": ["2:4", "0.8", "2:4 int8", "2:4 int4", "int4"],
+    "shapes": [(1408, 2048)],
+    "rows": [1, 16, 200],
+    "dtypes": ["bfloat16", "float32"],
+    "threads": [1],
+    "rounds": 20,
+    "name": "experts_runtime",
+}
+PER_TOKEN = 2  # experts
 SOURCE = Path(__file__).with_name("dense_kernel.c")
 Copies = tuple[list, int]  # calls that multiply by a copy of a matrix each, and the bytes of one
 
 
-def copies_of(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int, device: str = "cpu") -> Copies:
-    """Copies of a random matrix, `total` bytes of them, in a packed setting or as an alternative."""
+@lru_cache
+def counts(rows: int, experts: int) -> torch.Tensor:
+    """The inputs of each expert, if every input is of a random one."""
+    return torch.randint(0, experts, (rows,), generator=torch.Generator().manual_seed(0)).bincount(minlength=experts)
+
+
+def copies_of(
+    name: str, shape: tuple[int, int], dtype: torch.dtype, total: int, device: str = "cpu", experts: int = 0
+) -> Copies:
+    """Copies of a random matrix, or stack of experts, `total` bytes of them, packed or as an alternative."""
     if name in ALTERNATIVES:
         return module_copies(name, shape, dtype, total, device)
     setting = Setting.of(name)
@@ -56,6 +77,10 @@ def copies_of(name: str, shape: tuple[int, int], dtype: torch.dtype, total: int,
     parts = {name: part.to(device) for name, part in codec.pack(weight, setting.nm).items()}
     plan, size = codec.plan(parts, shape), sum(part.nbytes for part in parts.values())
     copies = [{name: part.clone() for name, part in parts.items()} for _ in range(max(2, total // size))]
+    if experts:
+        return [
+            lambda x, parts=parts: codec.grouped(x, counts(len(x), experts), parts, shape, plan) for parts in copies
+        ], size
     return [lambda x, parts=parts: codec.linear(x, parts, shape, None, plan) for parts in copies], size
 
 
@@ -112,23 +137,27 @@ def copy_speed(clock) -> float:
 def cells(arguments, shape: tuple[int, int], dtype: torch.dtype, threads: int, kernels: dict) -> list[dict]:
     """The table of one shape, dtype and number of threads."""
     torch.set_num_threads(threads)
-    d_out, d_in = shape
+    experts, (d_out, d_in) = arguments.experts, shape
+    d_out *= experts or 1
     clock = time.thread_time if threads == 1 else time.perf_counter
     total, count = arguments.megabytes << 20, max(2, (arguments.megabytes << 20) // (d_out * d_in * dtype.itemsize))
     weights = [torch.randn(d_out, d_in).to(dtype) for _ in range(count)]
     calls = {"dense": [lambda x, weight=weight: functional.linear(x, weight) for weight in weights]}
+    if experts:
+        stacks = [weight.unflatten(0, (experts, -1)) for weight in weights]
+        calls["dense"] = [lambda x, each=each: dense_grouped(x, counts(len(x), experts), each) for each in stacks]
     sizes = {"dense": weights[0].nbytes}
     for name in arguments.kinds:
-        calls[name], sizes[name] = copies_of(name, (d_out, d_in), dtype, total)
+        calls[name], sizes[name] = copies_of(name, (d_out, d_in), dtype, total, experts=experts)
     results = []
     for rows in arguments.rows:
-        inputs, used = torch.randn(rows, d_in).to(dtype), dict(calls)
-        if rows == threads == 1 and dtype in kernels:
+        inputs, used = torch.randn(rows * (PER_TOKEN if experts else 1), d_in).to(dtype), dict(calls)
+        if rows == threads == 1 and dtype in kernels and not experts:
             used["kernel"] = [with_kernel(kernels[dtype], weight) for weight in weights]
         seconds = measure(used, inputs, max(5, arguments.rounds // (1 + rows // 32)), clock)
         for kind in arguments.kinds:
             cell = {"set": find_library().instruction_set, "dtype": str(dtype).removeprefix("torch.")}
-            cell |= {"shape": [d_out, d_in], "threads": threads, "rows": rows, "kind": kind}
+            cell |= {"shape": [*shape], "threads": threads, "rows": rows, "kind": kind}
             for other in used.keys() - {*arguments.kinds}:
                 ratios = [dense / ours for dense, ours in zip(seconds[other], seconds[kind], strict=True)]
                 cell[f"over_{other}"] = round(statistics.median(ratios), 3)
@@ -175,8 +204,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quantized", action="store_true", help="other defaults: those of the table of quantized weights"
     )
-    if parser.parse_known_args()[0].quantized:
-        parser.set_defaults(**QUANTIZED)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture, with other defaults: shapes are of one")
+    chosen = parser.parse_known_args()[0]
+    parser.set_defaults(**QUANTIZED if chosen.quantized else EXPERTS if chosen.experts else {})
     return parser.parse_args()
 
 
@@ -209,6 +239,7 @@ def main() -> None:
         arguments.name,
         {
             "shapes": arguments.shapes,
+            "experts": arguments.experts,
             "instruction_set": library.instruction_sets[-1],
             "copy_gigabytes_per_second": speeds,
             "versions": common.versions("torch", "torchao"),

@@ -45,6 +45,18 @@ def test_random_weights_follow_their_setting_and_are_multiplied_exactly(name):
         assert (call(x) - reference).norm() < 0.02 * reference.norm()
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_stack_of_random_experts_is_multiplied_by_the_inputs_of_each(name):
+    setting, x = Setting.of(name), torch.randn(6, 320, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    weight = random_weight(4 * 24, 320, setting.pattern, setting.grid(torch.bfloat16)).bfloat16()
+    torch.manual_seed(0)
+    (call, _), _ = runtime.copies_of(name, (4 * 24, 320), torch.bfloat16, 1, experts=4)
+    parts = x.double().split(runtime.counts(6, 4).tolist())
+    exact = torch.cat([part @ matrix.T for part, matrix in zip(parts, weight.double().view(4, 24, 320), strict=True)])
+    assert (call(x) - exact).norm() < 0.02 * exact.norm()
+
+
 @pytest.mark.parametrize("name", ["", "2:4int4", "int5", "dense", "1.5"])
 def test_a_setting_that_does_not_exist_is_an_error(name):
     with pytest.raises(ValueError, match="is no setting"):
