@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ..errors import MoonshotError
 from ..model.calls import frozen
 from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared, prepare, sample_folder
@@ -12,7 +11,6 @@ from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..shrinking.decision import Tables, measure_tables
 from ..shrinking.hidden import HiddenSizes, check_reachable, find_hidden, hidden_sizes
-from ..shrinking.losses import HIDDEN
 from ..shrinking.trials import Trials
 from ..shrinking.widths import find_widths
 from .expert_trials import expert_trials
@@ -34,12 +32,8 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
     with frozen(model):
         widths, refused = find_widths(model, prepared.probe, names, pattern.group)
         experts, kept = expert_trials(prepared, run.target)
-        refused, stream = {**refused, **kept}, None
-        if not narrowed:
-            try:
-                stream = find_hidden(prepared)
-            except MoonshotError as error:
-                refused[HIDDEN] = str(error)
+        stream, stays = (None, {}) if narrowed else find_hidden(prepared)
+        refused = {**refused, **kept, **stays}
         check_reachable(model, widths if experts is None else [*widths, experts[0]], stream, run.target, refused)
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError
 from ..model.layers import find_structure
 from ..pipeline.inputs import Prepared
 from ..rotation.stream import Stream, collect_moments, find_stream
@@ -68,17 +68,16 @@ class HiddenSizes:
         return size, self.losses[size]
 
 
-def find_hidden(prepared: Prepared) -> Stream:
-    """The residual stream of a model whose hidden size may shrink, without statistics.
-
-    Raises:
-        MoonshotError: the reason why it stays.
-    """
+def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:
+    """The residual stream of a model whose hidden size may shrink, without statistics; else the reason by its name."""
     config, model = prepared.selection.config, prepared.model
-    message = "it changes every layer, and targets or ignore leave some out"
-    require(config.targets is None and not config.ignore, message)
     assert isinstance(model, PreTrainedModel)
-    return find_stream(model, prepared.probe, LAM)
+    if config.targets is not None or config.ignore:
+        return None, {HIDDEN: "it changes every layer, and targets or ignore leave some out"}
+    try:
+        return find_stream(model, prepared.probe, LAM), {}
+    except MoonshotError as error:
+        return None, {HIDDEN: str(error)}
 
 
 def check_reachable(
