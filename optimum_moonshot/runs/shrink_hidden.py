@@ -90,20 +90,19 @@ class Narrowed:
 def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | None:
     """The model with the hidden size of the least predicted loss; None if that is its own.
 
+    Sizes that the architecture does not support are noted in `hidden`.
+
     Raises:
         MoonshotError: no combination reaches the target.
     """
-    while True:
-        best = hidden.best(tables, target)
-        if best is None:
-            costs = tables.costs_of(target)
-            raise target.unreachable(hidden.least(tables), costs.dense, {**tables.refused, **hidden.refused})
-        size, loss = best
+    for size in hidden.ranked(tables, target):
         if size == hidden.width:
             return None
         try:
             model, reduction = cut_stream(hidden.stream, size)
         except MoonshotError as error:
-            hidden = hidden.without(size, str(error))
+            hidden.refuse(size, str(error))
         else:
-            return Narrowed(model, reduction, loss, hidden.refused)
+            return Narrowed(model, reduction, hidden.losses[size], hidden.refused)
+    dense = tables.costs_of(target).dense
+    raise target.unreachable(hidden.least(tables), dense, {**tables.refused, **hidden.refused})

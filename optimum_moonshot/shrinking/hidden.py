@@ -43,29 +43,28 @@ class HiddenSizes:
         """The hidden size of the model."""
         return max(self.losses)
 
+    def refuse(self, size: int, reason: str) -> None:
+        """Note that the architecture does not support a size."""
+        self.refused[f"{HIDDEN} {size}"] = reason
+
     def least(self, tables: Tables) -> float:
-        """The smallest cost of any combination."""
-        return min(tables.program(self.costs[size]).least_cost().cost for size in self.losses)
+        """The smallest cost of any combination, without sizes that the architecture does not support."""
+        sizes = [size for size in self.losses if f"{HIDDEN} {size}" not in self.refused]
+        return min(tables.program(self.costs[size]).least_cost().cost for size in sizes)
 
-    def without(self, size: int, reason: str) -> "HiddenSizes":
-        """Without a size that the architecture does not support."""
-        losses = {other: loss for other, loss in self.losses.items() if other != size}
-        return dataclasses.replace(self, losses=losses, refused={**self.refused, f"{HIDDEN} {size}": reason})
+    def ranked(self, tables: Tables, target: Target) -> list[int]:
+        """The sizes with which some combination reaches a target, by the loss of all parts together.
 
-    def best(self, tables: Tables, target: Target) -> tuple[int, float] | None:
-        """The size with which all parts together lose least, and its loss alone; None if no combination fits.
-
-        Of equal losses it is the one with the largest cost.
+        Of equal losses the one with the largest cost is first.
         """
-        choices, budget = dict[int, tuple[float, float]](), target.budget(tables.costs_of(target).dense)
+        keys, budget = dict[int, tuple[float, float]](), target.budget(tables.costs_of(target).dense)
         for size, loss in self.losses.items():
-            choice = tables.program(self.costs[size]).best(budget)
-            if choice is not None:
-                choices[size] = loss + choice.loss, -choice.cost
-        if not choices:
-            return None
-        size = min(choices, key=lambda each: choices[each])
-        return size, self.losses[size]
+            costs = self.costs[size]
+            if costs.dense <= budget:
+                keys[size] = loss, -costs.dense
+            elif (choice := tables.program(costs).best(budget)) is not None:
+                keys[size] = loss + choice.loss, -choice.cost
+        return sorted(keys, key=lambda size: keys[size])
 
 
 def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:

@@ -10,7 +10,8 @@ from ..config import memory_size
 from ..errors import MoonshotError, Text, check_number, require
 
 UNITS = {"parameters": "parameters", "bytes": "bytes", "latency": "seconds"}
-LONGEST = 100  # characters of the reason why a part stays, in an error
+# Parts that stay of which an error has the reasons, and the characters of each reason.
+REASONS, LONGEST = 4, 100
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Target:
         """The error for a target below the least reachable cost; `refused` has the reasons of parts that stay."""
         share = least / self._dense(dense)
         message = f"the smallest configuration has {self.shown(least)}, {share:.4f} of the dense model"
-        reasons = [f"{name} ({textwrap.shorten(reason, LONGEST, placeholder='…')})" for name, reason in refused.items()]
+        reasons = [f"{name} ({textwrap.shorten(why, LONGEST, placeholder='…')})" for name, why in refused.items()]
+        reasons[REASONS:] = [f"{len(reasons) - REASONS} more"] if len(reasons) > REASONS else []
         stay = f", since these stay: {', '.join(reasons)}" if reasons else ""
         return MoonshotError(message + stay, field=self.field, value=self.value, hint="give at least that")
 
