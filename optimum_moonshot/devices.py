@@ -71,6 +71,13 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or the CPU with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} with {torch.get_num_threads()} threads"
+
+
 def wait_for(device: torch.device) -> None:
     """Wait for all kernels of a GPU."""
     if is_gpu(device):

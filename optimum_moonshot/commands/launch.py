@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from .method_options import CONFIG_OPTIONS, flag
 # Arguments of the package for the folders that `--output` determines.
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")
 LONGEST_VALUE = 200  # characters
+# Seconds that processes without work leave the first one to print; torchrun ends them as soon as it has.
+PATIENCE = 10.0
 
 
 def guard(
@@ -102,7 +105,8 @@ def _join(device: str | None, shared: bool) -> None:
         return
     count = os.environ["WORLD_SIZE"]
     if not shared and not is_first():
-        sys.exit(2)  # the first process prints the error
+        time.sleep(PATIENCE)  # a launcher may end all processes once one has ended, and the first prints the error
+        sys.exit(2)
     expect(shared, f"{count} processes: this command runs in one; start it without torchrun or accelerate")
     indexed = device is not None and ":" in device
     expect(not indexed, f"{count} processes have a GPU each; leave it out, or give cpu", field="device", value=device)

@@ -60,6 +60,7 @@ def add_shrink_options(parser: argparse.ArgumentParser) -> None:
 
 def shrink(args: argparse.Namespace) -> None:
     """`moonshot shrink`: load, measure, decide, shrink, measure, save."""
+    from ..runtime.semi_structured import check_batch_shape
     from ..shrinking.target import Target
 
     start = time.perf_counter()
@@ -68,6 +69,7 @@ def shrink(args: argparse.Namespace) -> None:
         target = {name: getattr(args, name) for name in ("parameters", "latency")}
         target["bytes"] = _number(args.bytes)
         Target.of(**target)
+        check_batch_shape(args.batch_shape)
     args.solver, args.pattern, args.sparsity = getattr(args, "solver", "osscar"), "structured", 0.0
     config = make_config(args)
     device = find_device(args.device)

@@ -114,7 +114,7 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         MoonshotError: nothing is chosen, the pattern fits no layer, or a layer's dtype cannot be quantized.
     """
     if config.rotation is not None:
-        _check_dense(model)
+        check_dense(model, "a rotation", "rotate", "rotation")
     structure, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
     pattern = config.parsed_pattern
     patterns: Mapping[str, Pattern | MixedNM]
@@ -153,19 +153,25 @@ def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
     return Selection(config, config.make_solver(), structure, patterns, resolved_lam(config, model))
 
 
-def _check_dense(model: nn.Module) -> None:
+def check_dense(model: nn.Module, change: str, verb: str, field: str | None = None) -> None:
     """Check that a model was not pruned, unless it became smaller and has no zeros to keep.
 
+    Args:
+        model: to be changed.
+        change: of all its weights, such as "a rotation".
+        verb: of the change, such as "rotate".
+        field: that demands it.
+
     Raises:
-        MoonshotError: a rotation would fill the zeros of a pruned model, and leave the grid of a quantized one.
+        MoonshotError: the change would fill the zeros of a pruned model, and leave the grid of a quantized one.
     """
     record = PruningRecord.of(model)
     if record is None:
         return
     smaller = record.compaction is not None and not record.compaction.get("zeros") and not record.grids
     lost = "zeros and quantized weights" if record.grids else "zeros"
-    message = f"the model is pruned already ({record.config['pattern']}), and a rotation would not keep its {lost}"
-    require(smaller, message, field="rotation", hint="rotate the dense model, then prune it")
+    message = f"the model is pruned already ({record.config['pattern']}), and {change} would not keep its {lost}"
+    require(smaller, message, field=field, hint=f"{verb} the dense model, then prune it")
 
 
 def _fitting(

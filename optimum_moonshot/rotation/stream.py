@@ -20,6 +20,7 @@ of its span: the one that makes ``Pᵀ diag(γ) P`` diagonal gives the smaller n
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ FLOOR = 1e-10
 
 @dataclass(eq=False)
 class Stream:
-    """The residual stream of a model, with the second moments of its norms' outputs; see `observe_stream`."""
+    """The residual stream of a model, with the second moments of its norms' outputs once they are collected."""
 
     model: PreTrainedModel
     space: Space
@@ -94,6 +95,14 @@ class Stream:
         assert self.tied is not None
         return (readout * (gain_of(self.tied, len(kept)).to(kept)[:, None] * kept)).sum(0)
 
+    @property
+    def axes(self) -> dict[int, int]:
+        """Of each parameter with the width of the stream, by its id, the number of axes that have it."""
+        places = {(id(place.at.parameter), place.at.axis) for place in self.space.places}
+        norms = [norm.norm for norm in self.space.norms]
+        gains = {(id(norm.module._parameters[norm.weight]), 0) for norm in norms if norm.weight is not None}
+        return Counter(parameter for parameter, _ in places | gains)
+
     @contextmanager
     def narrowed(self, hidden_size: int) -> Iterator[None]:
         """A context in which the model computes what the smaller model does.
@@ -127,18 +136,37 @@ def observe_stream(
     """Find the residual stream of a model, and collect its statistics in one pass over the calibration data.
 
     Args:
-        model: unchanged, on one device.
-        samples: batches of calibration data; padding does not count.
-        inputs: for the probes, in place of random tokens or pixels.
-        lam: λ, the exponent of the variance against that of the Fisher loss; 1 needs no backward pass.
-        loss: function (output, batch) → [B] losses, in place of the cross-entropy.
+        model: as for `find_stream`.
+        samples: as for `collect_moments`.
+        inputs: as for `find_stream`.
+        lam: as for `find_stream`.
+        loss: as for `collect_moments`.
 
     Returns:
         The statistics, which serve every width.
 
     Raises:
+        MoonshotError: as `find_stream` and `collect_moments`.
+    """
+    stream = find_stream(model, inputs, lam)
+    collect_moments(stream, samples, loss)
+    return stream
+
+
+def find_stream(model: PreTrainedModel, inputs: Batch | None = None, lam: float = 0.5) -> Stream:
+    """Find the residual stream of a model, without calibration data.
+
+    Args:
+        model: unchanged, on one device.
+        inputs: for the probes, in place of random tokens or pixels.
+        lam: λ, the exponent of the variance against that of the Fisher loss; 1 needs no backward pass.
+
+    Returns:
+        The stream, without statistics.
+
+    Raises:
         MoonshotError: the model has no residual stream whose basis may change, or reads it other than through RMS
-            norms; or there are no data.
+            norms.
     """
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     require(0 <= lam <= 1, "use a number from 0 to 1", field="lam", value=lam)
@@ -147,15 +175,21 @@ def observe_stream(
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
     inputs = inputs or probe_inputs(model)
-    space = _find_stream(model, inputs)
-    stream = Stream(model, space, _tied(model, space), inputs, lam)
-    _collect(stream, samples, loss)
-    require(bool(stream.moments), "there are no calibration data", field="samples")
-    return stream
+    space = _find_space(model, inputs)
+    return Stream(model, space, _tied(model, space), inputs, lam)
 
 
-def _collect(stream: Stream, samples: Iterable[Batch], loss: Loss | None) -> None:
-    """Add the statistics of all samples to a stream."""
+def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None = None) -> None:
+    """Add the statistics of all samples to a stream.
+
+    Args:
+        stream: changed.
+        samples: batches of calibration data; padding does not count.
+        loss: function (output, batch) → [B] losses, in place of the cross-entropy.
+
+    Raises:
+        MoonshotError: there are no data.
+    """
     model, fisher = stream.model, stream.lam < 1
     mask: Tensor | None = None
 
@@ -184,6 +218,7 @@ def _collect(stream: Stream, samples: Iterable[Batch], loss: Loss | None) -> Non
             if fisher:
                 start, gradient, _ = loss_gradient(model, output, batch, loss)
                 torch.autograd.backward(start, gradient)
+    require(bool(stream.moments), "there are no calibration data", field="samples")
 
 
 def _mean(moments: Mapping[Folding, Tensor]) -> Tensor:
@@ -192,7 +227,7 @@ def _mean(moments: Mapping[Folding, Tensor]) -> Tensor:
     return total / total.trace()
 
 
-def _find_stream(model: PreTrainedModel, inputs: Batch) -> Space:
+def _find_space(model: PreTrainedModel, inputs: Batch) -> Space:
     """The residual stream of a model, which all matrices read through RMS norms."""
     spaces, refused = find_spaces(Trace(model, inputs), [name for name, _ in find_blocks(model)])
     space, name = next((each for each in spaces if each.name == RESIDUAL), None), type(model).__name__

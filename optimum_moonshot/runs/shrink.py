@@ -41,16 +41,16 @@ def shrink_model(
     """
     started = time.perf_counter()
     calibration = config.calibration if calibration is None else calibration
-    check_request(subject, config, calibration)
+    check_request(subject, config, calibration, target, batch_shape)
     if isinstance(calibration, Iterator):  # it is read twice
         calibration = list(calibration)
     folder = None if resume_dir is None else Path(resume_dir)
-    run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
+    run = Shrinking(subject, config, calibration, target, (batch_shape[0], batch_shape[1]), forward, folder)
     tables, hidden, measured = measure_parts(run)
-    assert hidden is not None
-    narrowed = narrow(hidden, tables, target)
-    if narrowed is None:
+    narrowed = None if hidden is None else narrow(hidden, tables, target)
+    if hidden is not None and narrowed is None:
         tables = dataclasses.replace(tables, refused={**tables.refused, **hidden.refused})
+    if narrowed is None:
         model, report = remove_parts(run, tables, measured)
     else:
         model, report = shrink_narrowed(run, tables, narrowed, measured)
@@ -87,7 +87,7 @@ def shrink_narrowed(
     """
     costs = tables.costs_of(run.target)
     budget, cost = run.target.budget(costs.dense), narrowed.cost(run)
-    smaller = narrowed.request(run, budget)
+    smaller = narrowed.request(run, costs.dense)
     if cost <= budget:
         model, report = apply_decision(smaller, narrowed.sufficient(costs.unit, budget, cost), narrowed.model, None)
     else:

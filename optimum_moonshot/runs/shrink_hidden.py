@@ -38,10 +38,10 @@ class Narrowed:
             return model_latency(self.model, run.batch_shape)
         return self.sizes[run.target.field == "bytes"]
 
-    def request(self, run: Shrinking, budget: float) -> Shrinking:
-        """The request for the remaining parts of the narrowed model, at a budget in the unit of the target."""
+    def request(self, run: Shrinking, dense: float) -> Shrinking:
+        """The request for the remaining parts of the narrowed model; `dense` is the cost of the dense one."""
         subject = dataclasses.replace(run.subject, model=self.model, teacher=run.teacher)
-        target = Target(run.target.field, budget, in_units=True)
+        target = dataclasses.replace(run.target, dense=dense)
         return dataclasses.replace(run, subject=subject, target=target, resume_dir=run.folder("narrowed"))
 
     def sufficient(self, unit: str, budget: float, cost: float) -> Decision:
@@ -90,20 +90,19 @@ class Narrowed:
 def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | None:
     """The model with the hidden size of the least predicted loss; None if that is its own.
 
+    Sizes that the architecture does not support are noted in `hidden`.
+
     Raises:
         MoonshotError: no combination reaches the target.
     """
-    while True:
-        best = hidden.best(tables, target)
-        if best is None:
-            costs = tables.costs_of(target)
-            raise target.unreachable(tables.program(costs).least_cost().cost * hidden.least, costs.dense)
-        size, loss = best
-        if size == hidden.width or hidden.stream is None:
+    for size in hidden.ranked(tables, target):
+        if size == hidden.width:
             return None
         try:
             model, reduction = cut_stream(hidden.stream, size)
         except MoonshotError as error:
-            hidden = hidden.without(size, str(error))
+            hidden.refuse(size, str(error))
         else:
-            return Narrowed(model, reduction, loss, hidden.refused)
+            return Narrowed(model, reduction, hidden.losses[size], hidden.refused)
+    dense = tables.costs_of(target).dense
+    raise target.unreachable(hidden.least(tables), dense, {**tables.refused, **hidden.refused})

@@ -10,7 +10,7 @@ from ..pipeline.selection import select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..shrinking.decision import Tables, measure_tables
-from ..shrinking.hidden import HiddenSizes, hidden_sizes
+from ..shrinking.hidden import HiddenSizes, check_reachable, find_hidden, hidden_sizes
 from ..shrinking.trials import Trials
 from ..shrinking.widths import find_widths
 from .expert_trials import expert_trials
@@ -20,7 +20,7 @@ from .shrink_request import Shrinking
 
 
 def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
-    """The tables of losses and costs, the losses of hidden sizes unless one was `narrowed`, and all measurements."""
+    """The tables of losses and costs, the hidden sizes unless it was `narrowed` or stays, and all measurements."""
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
@@ -32,10 +32,14 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
     with frozen(model):
         widths, refused = find_widths(model, prepared.probe, names, pattern.group)
         experts, kept = expert_trials(prepared, run.target)
+        stream, stays = (None, {}) if narrowed else find_hidden(prepared)
+        refused = {**refused, **kept, **stays}
+        check_reachable(model, widths if experts is None else [*widths, experts[0]], stream, run.target, refused)
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
-            tables = measure_tables(model, trials, widths, {**refused, **kept}, run.target, run.batch_shape, experts)
-            hidden = None if narrowed else hidden_sizes(prepared, trials, subject.loss, run.target, run.batch_shape)
+            tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape, experts)
+            shape = run.batch_shape
+            hidden = stream if stream is None else hidden_sizes(prepared, trials, stream, tables, run.target, shape)
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()

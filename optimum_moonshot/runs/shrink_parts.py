@@ -123,6 +123,9 @@ def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report
     if run.target.field == "latency":
         seconds = (shrunk.dense, model_latency(model, run.batch_shape))
         shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
+        if seconds[1] > shrunk.budget:
+            latencies = f"{1e3 * seconds[1]:.4g} ms, the target {1e3 * shrunk.budget:.4g} ms"
+            report.notes.append(f"the latency of the smaller model, {latencies}: that of its parts predicted less")
     report.shrink = shrunk
     attach_decision(model, report)
 

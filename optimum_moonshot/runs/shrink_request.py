@@ -12,8 +12,11 @@ from ..model.calls import Forward
 from ..model.layers import visited
 from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
-from ..pipeline.selection import Subject
+from ..pipeline.selection import Subject, check_dense
 from ..results.run_folder import RunFolder
+from ..runtime.semi_structured import check_batch_shape
+from ..shrinking.costs import dense_cost
+from ..shrinking.latency import check_timed
 from ..shrinking.target import Target
 
 
@@ -55,17 +58,23 @@ class Shrinking:
             RunFolder.remove_all(self.resume_dir)
 
 
-def check_request(subject: Subject, config: MoonshotConfig, calibration: Any) -> None:
+def check_request(
+    subject: Subject, config: MoonshotConfig, calibration: Any, target: Target, batch_shape: tuple[int, int]
+) -> None:
     """Check that the configuration and the model can be shrunk to a target.
 
     Args:
         subject: the dense model.
         config: of the run.
         calibration: the data, not yet read.
+        target: of the run.
+        batch_shape: of a forward pass, for a target in seconds.
 
     Raises:
-        MoonshotError: a field that contradicts a target, no data, several processes, or offloaded blocks.
+        MoonshotError: a field that contradicts a target, no data, several processes, offloaded blocks, or a model
+            that is sparse, small enough already, or whose latency cannot be measured.
     """
+    check_batch_shape(batch_shape)
     model, pattern = subject.model, config.parsed_pattern
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
@@ -79,3 +88,9 @@ def check_request(subject: Subject, config: MoonshotConfig, calibration: Any) ->
     require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
     resident = all(block.weights is RESIDENT for block in visited(model))
     require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    check_dense(model, "a smaller model", "shrink")
+    assert isinstance(model, PreTrainedModel)
+    if target.field == "latency":
+        check_timed(model, batch_shape)
+    else:
+        target.budget(dense_cost(model, target.unit))

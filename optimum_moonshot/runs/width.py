@@ -8,7 +8,7 @@ from ..config import MoonshotConfig
 from ..errors import require
 from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare
-from ..pipeline.selection import Subject, select
+from ..pipeline.selection import Subject, check_dense, select
 from ..rotation.stream import observe_stream
 from ..rotation.width import WidthReduction, cut_stream
 
@@ -27,6 +27,7 @@ def narrow_model(
     """
     calibration = config.calibration if calibration is None else calibration
     require(calibration is not None, "directions are ranked on data; give some", field="calibration", value=None)
+    check_dense(subject.model, "a smaller hidden size", "narrow")
     require(subject.ranks.size == 1, "reduce_width runs in one process", hint="start it without a launcher")
     prepared = prepare(subject, select(subject.model, config), calibration)
     assert isinstance(prepared.model, PreTrainedModel)

@@ -19,10 +19,39 @@ class Costs:
     """Of a model and of each part that may leave, in one unit."""
 
     unit: str  # "parameters", "bytes" or "seconds"
-    dense: float
+    dense: float  # of the whole model
     blocks: tuple[float, ...]  # of each block
     # Width → the saving in each block by every level, [blocks][levels].
     savings: Mapping[str, tuple[tuple[float, ...], ...]]
+
+    def scaled(self, factor: float) -> "Costs":
+        """Of a model all of whose parts cost more or less by a factor."""
+        blocks = tuple(factor * each for each in self.blocks)
+        savings = {
+            name: tuple(tuple(factor * each for each in levels) for levels in by_block)
+            for name, by_block in self.savings.items()
+        }
+        return Costs(self.unit, factor * self.dense, blocks, savings)
+
+    def least(self, most_blocks: int) -> float:
+        """The cost without the `most_blocks` blocks that cost most, at the last level of every width."""
+        saved = [sum(by_block[index][-1] for by_block in self.savings.values()) for index in range(len(self.blocks))]
+        left = [block - each for block, each in zip(self.blocks, saved, strict=True)]
+        return self.dense - sum(saved) - sum(sorted(left, reverse=True)[:most_blocks])
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """A smaller hidden size, with the number of axes of each parameter that it shortens."""
+
+    width: int  # the hidden size of the model
+    size: int
+    axes: Mapping[int, int]  # id of a parameter → number
+
+    def entries(self, parameter: nn.Parameter, entries: int) -> int:
+        """How many of some entries of a parameter remain; they span its shortened axes."""
+        axes = self.axes.get(id(parameter), 0)
+        return entries * self.size**axes // self.width**axes
 
 
 def count_entries(parameter: nn.Parameter, entries: int) -> float:
@@ -35,8 +64,18 @@ def count_bytes(parameter: nn.Parameter, entries: int) -> float:
     return entries * parameter.element_size()
 
 
+def dense_cost(model: nn.Module, unit: str) -> float:
+    """The parameters or the bytes of a model; shared parameters count once."""
+    size = count_entries if unit == "parameters" else count_bytes
+    return sum(size(each, each.numel()) for each in model.parameters())
+
+
 def shape_costs(
-    model: PreTrainedModel, layers: Mapping[str, PrunableLayer], widths: Sequence[Width], unit: str
+    model: PreTrainedModel,
+    layers: Mapping[str, PrunableLayer],
+    widths: Sequence[Width],
+    unit: str,
+    narrowing: Narrowing | None = None,
 ) -> Costs:
     """The parameters or the bytes of a model and its parts; shared parameters count once.
 
@@ -45,8 +84,13 @@ def shape_costs(
         layers: all layers of the model's blocks, by name.
         widths: that can be reduced.
         unit: "parameters" or "bytes".
+        narrowing: the costs are those with this hidden size.
     """
-    size = count_entries if unit == "parameters" else count_bytes
+    count = count_entries if unit == "parameters" else count_bytes
+
+    def size(parameter: nn.Parameter, entries: int) -> float:
+        return count(parameter, entries if narrowing is None else narrowing.entries(parameter, entries))
+
     blocks = [module for _, module in find_blocks(model)]
 
     def total(module: nn.Module) -> float:

@@ -79,7 +79,14 @@ def measure_tables(
         target: determines whether latencies are measured.
         batch_shape: samples and tokens of a forward pass, for latencies.
         experts: that can leave, with the context in which those of a trial do.
+
+    Raises:
+        MoonshotError: the model is small enough already, or its latency cannot be measured.
     """
+    seconds = None
+    if target.field == "latency":  # first, so that a wrong target costs nothing else
+        seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
+        target.budget(seconds.dense)
     structure = find_structure(model)
     layers: dict[str, PrunableLayer] = {layer.name: layer for layer in structure.layers()}
     by_block = [block.layers for block in structure.blocks]
@@ -92,9 +99,6 @@ def measure_tables(
         sets = block_sets(trials, len(by_block))
     except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
         sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
-    seconds = None
-    if target.field == "latency":
-        seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
     parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
     return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds)
 
@@ -114,7 +118,7 @@ def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Dec
     program, budget = tables.program(costs), target.budget(costs.dense)
     chosen = program.best(budget)
     if chosen is None:
-        raise target.unreachable(program.least_cost().cost, costs.dense)
+        raise target.unreachable(program.least_cost().cost, costs.dense, tables.refused)
     return decision_of(tables, target, program, chosen, measured)
 
 

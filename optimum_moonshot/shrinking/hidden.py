@@ -1,23 +1,25 @@
 """The hidden size as a part of a model that may leave: its sizes, with their predicted losses."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
-from ..model.losses import Loss
+from ..model.layers import find_structure
 from ..pipeline.inputs import Prepared
-from ..rotation.stream import Stream, observe_stream
+from ..rotation.stream import Stream, collect_moments, find_stream
 from ..rotation.width import cut_stream
+from .costs import Costs, Narrowing, dense_cost, shape_costs
 from .decision import Tables
-from .latency import model_latency
-from .losses import HIDDEN, interpolated
+from .latency import as_measured, model_latency
+from .losses import HIDDEN, MOST_BLOCKS, interpolated
 from .target import Target
 from .trials import Trials
+from .widths import Width
 
 # Losses are measured at these sixteenths of the hidden size, and interpolated between them.
 MEASURED = (15, 14, 13, 12, 11, 10, 9, 8)
@@ -31,9 +33,9 @@ LAM = 0.5
 class HiddenSizes:
     """The sizes that a model may have, descending from its own, with the predicted increases of its loss."""
 
-    stream: Stream | None  # None: the hidden size stays, for the reason in `refused`
+    stream: Stream
     losses: dict[int, float]
-    costs: dict[int, float]  # of a model with each size, relative to that of the model
+    costs: dict[int, Costs]  # of a model with each size, in the unit of the target
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -41,83 +43,116 @@ class HiddenSizes:
         """The hidden size of the model."""
         return max(self.losses)
 
-    @property
-    def least(self) -> float:
-        """The smallest relative cost."""
-        return min(self.costs[size] for size in self.losses)
+    def refuse(self, size: int, reason: str) -> None:
+        """Note that the architecture does not support a size."""
+        self.refused[f"{HIDDEN} {size}"] = reason
 
-    def without(self, size: int, reason: str) -> "HiddenSizes":
-        """Without a size that the architecture does not support."""
-        losses = {other: loss for other, loss in self.losses.items() if other != size}
-        return dataclasses.replace(self, losses=losses, refused={**self.refused, f"{HIDDEN} {size}": reason})
+    def least(self, tables: Tables) -> float:
+        """The smallest cost of any combination, without sizes that the architecture does not support."""
+        sizes = [size for size in self.losses if f"{HIDDEN} {size}" not in self.refused]
+        return min(tables.program(self.costs[size]).least_cost().cost for size in sizes)
 
-    def best(self, tables: Tables, target: Target) -> tuple[int, float] | None:
-        """The size with which all parts together lose least, and its loss alone; None if no combination fits.
+    def ranked(self, tables: Tables, target: Target) -> list[int]:
+        """The sizes with which some combination reaches a target, by the loss of all parts together.
 
-        All other parts become cheaper in proportion.
+        Of equal losses the one with the largest cost is first.
         """
-        costs, choices = tables.costs_of(target), dict[int, float]()
-        program, budget = tables.program(costs), target.budget(costs.dense)
+        keys, budget = dict[int, tuple[float, float]](), target.budget(tables.costs_of(target).dense)
         for size, loss in self.losses.items():
-            within = budget / self.costs[size]
-            rest = 0.0
-            if within < costs.dense:
-                choice = program.best(within)
-                if choice is None:
-                    continue
-                rest = choice.loss
-            choices[size] = loss + rest
-        if not choices:
-            return None
-        size = min(choices, key=lambda each: (choices[each], -each))
-        return size, self.losses[size]
+            costs = self.costs[size]
+            if costs.dense <= budget:
+                keys[size] = loss, -costs.dense
+            elif (choice := tables.program(costs).best(budget)) is not None:
+                keys[size] = loss + choice.loss, -choice.cost
+        return sorted(keys, key=lambda size: keys[size])
+
+
+def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:
+    """The residual stream of a model whose hidden size may shrink, without statistics; else the reason by its name."""
+    config, model = prepared.selection.config, prepared.model
+    assert isinstance(model, PreTrainedModel)
+    if config.targets is not None or config.ignore:
+        return None, {HIDDEN: "it changes every layer, and targets or ignore leave some out"}
+    try:
+        return find_stream(model, prepared.probe, LAM), {}
+    except MoonshotError as error:
+        return None, {HIDDEN: str(error)}
+
+
+def check_reachable(
+    model: PreTrainedModel, widths: Sequence[Width], stream: Stream | None, target: Target, refused: Mapping[str, str]
+) -> None:
+    """Check before any measurement that a target in parameters or bytes is reachable if every part may leave.
+
+    Args:
+        model: dense.
+        widths: that can be reduced.
+        stream: None if the hidden size stays.
+        target: of the run.
+        refused: parts that stay, with the reasons.
+
+    Raises:
+        MoonshotError: it is not.
+    """
+    if target.field == "latency":
+        return
+    narrowing = None if stream is None else _narrowing(stream, _sizes(stream, MEASURED[-1])[-1])
+    structure = find_structure(model)
+    layers = {layer.name: layer for layer in structure.layers()}
+    least = shape_costs(model, layers, widths, target.unit, narrowing).least(int(MOST_BLOCKS * len(structure.blocks)))
+    dense = dense_cost(model, target.unit)
+    if least > target.budget(dense):
+        raise target.unreachable(least, dense, refused)
 
 
 def hidden_sizes(
-    prepared: Prepared, trials: Trials, loss: Loss | None, target: Target, batch_shape: tuple[int, int]
+    prepared: Prepared, trials: Trials, stream: Stream, tables: Tables, target: Target, batch_shape: tuple[int, int]
 ) -> HiddenSizes:
     """Measure the losses of smaller hidden sizes, by one pass with gradients and a forward pass for each.
 
     Args:
         prepared: the dense model and its data.
         trials: measure its losses.
-        loss: of the model, as for `MoonshotPruner`.
+        stream: of the model; its statistics are added.
+        tables: of the model.
         target: determines whether latencies are measured, of a model of each size.
         batch_shape: samples and tokens of a forward pass, for latencies.
     """
-    model = prepared.model
-    assert isinstance(model, PreTrainedModel)
-    embeddings: Any = model.get_input_embeddings()
-    own = int(embeddings.weight.shape[1])
-    nothing, same = {own: 0.0}, {own: 1.0}
-    config = prepared.selection.config
-    if config.targets is not None or config.ignore:
-        reason = "it changes every layer, and targets or ignore leave some out"
-        return HiddenSizes(None, nothing, same, {HIDDEN: reason})
-    try:
-        stream = observe_stream(model, prepared.batches, prepared.probe, LAM, loss)
-    except MoonshotError as error:
-        return HiddenSizes(None, nothing, same, {HIDDEN: str(error)})
-    dense = trials.loss("dense")
-    points, costs, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
+    collect_moments(stream, prepared.batches, prepared.subject.loss)
+    own, dense = stream.space.width, trials.loss("dense")
+    points, relative, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
     for sixteenths in MEASURED:
         size = own * sixteenths // 16
         measured = trials.loss(f"{HIDDEN} {size}", partial(stream.narrowed, size))
         points[own - size] = max(0.0, measured - dense)
-        if target.field != "latency":
-            costs[own - size] = size / own
-            continue
-        try:
-            costs[own - size] = _latency(stream, size, trials, batch_shape)
-        except MoonshotError as error:  # the architecture may allow other sizes
-            refused[f"{HIDDEN} {size}"] = str(error)
-    if len(costs) == 1:
-        return HiddenSizes(None, nothing, same, refused)
-    sizes = tuple(range(own, own - max(costs) - 1, -max(1, own // STEPS)))
+        if target.field == "latency":
+            try:
+                relative[own - size] = _latency(stream, size, trials, batch_shape)
+            except MoonshotError as error:  # the architecture may allow other sizes
+                refused[f"{HIDDEN} {size}"] = str(error)
+    most = max(relative if target.field == "latency" else points)
+    sizes = [size for size in _sizes(stream, MEASURED[-1]) if own - size <= most]
     removed = [own - size for size in sizes]
     losses = dict(zip(sizes, interpolated(points, removed), strict=True))
-    relative = np.minimum.accumulate(np.interp(removed, list(costs), list(costs.values())))
-    return HiddenSizes(stream, losses, dict(zip(sizes, map(float, relative), strict=True)))
+    if target.field == "latency":
+        shares = np.minimum.accumulate(np.interp(removed, list(relative), list(relative.values())))
+        costs = {size: tables.costs_of(target).scaled(float(share)) for size, share in zip(sizes, shares, strict=True)}
+    else:
+        model, layers = stream.model, {layer.name: layer for layer in find_structure(stream.model).layers()}
+        costs = {
+            size: shape_costs(model, layers, tables.widths, target.unit, _narrowing(stream, size)) for size in sizes
+        }
+    return HiddenSizes(stream, losses, costs, refused)
+
+
+def _sizes(stream: Stream, least: int) -> list[int]:
+    """The sizes to consider, descending from that of the model to `least` sixteenths of it."""
+    own = stream.space.width
+    return list(range(own, own * least // 16 - 1, -max(1, own // STEPS)))
+
+
+def _narrowing(stream: Stream, size: int) -> Narrowing:
+    return Narrowing(stream.space.width, size, stream.axes)
 
 
 def _latency(stream: Stream, size: int, trials: Trials, batch_shape: tuple[int, int]) -> float:
@@ -126,6 +161,6 @@ def _latency(stream: Stream, size: int, trials: Trials, batch_shape: tuple[int, 
     def measure(size: int) -> float:
         return model_latency(cut_stream(stream, size)[0], batch_shape)
 
-    keep = trials.measurements.keep
+    keep = as_measured(trials.measurements.keep, stream.model, batch_shape)
     dense = keep("seconds", lambda: model_latency(stream.model, batch_shape))
     return keep(f"seconds of {HIDDEN} {size}", partial(measure, size)) / dense

@@ -15,27 +15,28 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ..devices import preserved_random_state, wait_for
-from ..errors import require
+from ..devices import device_name, preserved_random_state, wait_for
+from ..errors import Text, require
 from ..model.calls import Arguments, evaluation_mode, model_device, recorded
 from ..model.layers import find_blocks
-from ..model.model_info import max_positions, vocabulary_size
+from ..model.model_info import embedded_tokens, max_positions, vocabulary_size
 from .costs import Costs, belongs
 from .widths import Width
 
 # Tokens in the cache before a decoded one, calls before the timed ones, and the least number and seconds of these.
 CONTEXT, WARM_UP, CALLS, SECONDS = 256, 3, 11, 0.2
 
+Keep = Callable[[str, Callable[[], float]], float]  # (name, measurement) → its value, stored for a repeated run
+
 
 class _Calls:
     """Timed calls of a model and its blocks on random tokens of a batch shape."""
 
     def __init__(self, model: PreTrainedModel, batch_shape: tuple[int, int]):
+        check_timed(model, batch_shape)
         self.model, (samples, tokens) = model, batch_shape
         self.decodes, limit = tokens == 1, max_positions(model)
         self.context = CONTEXT if limit is None else max(1, min(CONTEXT, limit - 2))
-        fits = limit is None or tokens <= limit
-        require(fits, f"the model has {limit} positions", field="batch_shape", value=batch_shape)
         self.device = model_device(model)
         generator = torch.Generator().manual_seed(0)
         length = self.context + 1 if self.decodes else tokens
@@ -81,6 +82,32 @@ class _Calls:
         return timed(decode, self.device, filled)
 
 
+def check_timed(model: PreTrainedModel, batch_shape: tuple[int, int]) -> None:
+    """Check that the latency of a model can be measured.
+
+    Args:
+        model: to be timed.
+        batch_shape: as for `model_latency`.
+
+    Raises:
+        MoonshotError: its inputs are other than token ids, or it has too few positions.
+    """
+    alone = embedded_tokens(model) is not None and not model.config.is_encoder_decoder
+    message = f"it is measured on token ids, and {type(model).__name__} needs other inputs"
+    hint = Text("give {} or {}", "parameters", "bytes")
+    require(alone, message, field="latency", hint=hint)
+    limit = max_positions(model)
+    fits = limit is None or batch_shape[1] <= limit
+    require(fits, f"the model has {limit} positions", field="batch_shape", value=batch_shape)
+
+
+def as_measured(keep: Keep, model: PreTrainedModel, batch_shape: tuple[int, int]) -> Keep:
+    """`keep` with names that state how latencies are measured: those by other inputs or devices do not serve."""
+    samples, tokens = batch_shape
+    conditions = f"{samples}x{tokens} tokens on {device_name(model_device(model))}"
+    return lambda name, measure: keep(f"{name}, {conditions}", measure)
+
+
 def _with_cache(call: Arguments, cache: DynamicCache | None) -> Arguments:
     args, kwargs = call
     return args, {name: cache if isinstance(value, DynamicCache) else value for name, value in kwargs.items()}
@@ -108,7 +135,7 @@ def model_latency(model: PreTrainedModel, batch_shape: tuple[int, int]) -> float
         batch_shape: samples, and tokens of each; 1 token is decoded after a context.
 
     Raises:
-        MoonshotError: more tokens than the model has positions.
+        MoonshotError: as `check_timed`.
     """
     with evaluation_mode(model):
         return _Calls(model, batch_shape).seconds()
@@ -119,7 +146,7 @@ def latency_costs(
     model: PreTrainedModel,
     widths: Sequence[Width],
     batch_shape: tuple[int, int],
-    keep: Callable[[str, Callable[[], float]], float],
+    keep: Keep,
 ) -> Costs:
     """Measure the seconds of a model's blocks at some levels of every width; those between are interpolated.
 
@@ -132,6 +159,7 @@ def latency_costs(
     Raises:
         MoonshotError: as `model_latency`.
     """
+    keep = as_measured(keep, model, batch_shape)
     with evaluation_mode(model):
         calls = _Calls(model, batch_shape)
         by_block, before = calls.of_blocks()

@@ -65,20 +65,33 @@ class Program:
     def best(self, budget: float, allowed: frozenset[str] | None = None) -> Choice | None:
         """The choice with the least loss that costs at most `budget`; None if none does.
 
+        Of choices with this loss, up to the tolerance of the solver, it is the one with the largest cost: nothing
+        leaves that the budget does not demand.
+
         Args:
             budget: in units of the costs.
             allowed: names of the dimensions that may change; None is all.
         """
+        choice = self._within(self._losses, budget, allowed)
+        if choice is None:
+            return None
+        largest = self._within(-self._costs, budget, allowed, choice.loss)
+        return choice if largest is None or largest.cost <= choice.cost else largest
+
+    def _within(
+        self, objective: NDArray[np.float64], budget: float, allowed: frozenset[str] | None, most: float | None = None
+    ) -> Choice | None:
+        """The choice at the minimum of an objective that costs at most `budget`, with a loss of at most `most`."""
         limit = budget
         while True:
-            options = self._solve(self._losses, limit, allowed)
+            options = self._solve(objective, limit, allowed, most)
             if options is None or (choice := self.choice(options)).cost <= budget:
                 return None if options is None else choice
             limit -= max(choice.cost - budget, SLACK * abs(budget))
 
     def least_cost(self) -> Choice:
         """The choice with the least cost."""
-        options = self._solve(self._costs, None, None)
+        options = self._solve(self._costs)
         assert options is not None
         return self.choice(options)
 
@@ -128,13 +141,20 @@ class Program:
         return vstack(matrices, format="csr"), np.array(right)
 
     def _solve(
-        self, objective: NDArray[np.float64], limit: float | None, allowed: frozenset[str] | None
+        self,
+        objective: NDArray[np.float64],
+        limit: float | None = None,
+        allowed: frozenset[str] | None = None,
+        most: float | None = None,
     ) -> tuple[int, ...] | None:
-        """The options at the minimum of an objective; None if no choice is within the limit of the cost."""
+        """The options at the minimum of an objective; None if no choice is within the limits of cost and loss."""
         matrix, right = self._structure
         constraints = [LinearConstraint(matrix, right, right)]
         if limit is not None:  # relative, so that the solver's tolerance is
             constraints.append(LinearConstraint(self._costs[None] / self.dense, ub=limit / self.dense - 1))
+        if most is not None:
+            scale = _scale(self._losses)
+            constraints.append(LinearConstraint(self._losses[None] / scale, ub=most / scale))
         upper, integral, start = np.ones(len(objective)), np.zeros(len(objective)), 0
         for dimension in self.dimensions:
             count = len(dimension.removed)
@@ -142,9 +162,8 @@ class Program:
             if allowed is not None and dimension.name not in allowed:
                 upper[start + 1 : start + count] = 0
             start += count
-        scale = np.abs(objective).max() or 1.0
         result = milp(
-            objective / scale,
+            objective / _scale(objective),
             integrality=integral,
             bounds=Bounds(0, upper),
             constraints=constraints,
@@ -156,3 +175,8 @@ class Program:
             raise MoonshotError(f"the integer program was not solved: {result.message}")
         parts = np.split(result.x[:start], np.cumsum([len(each.removed) for each in self.dimensions])[:-1])
         return tuple(int(part.argmax()) for part in parts)
+
+
+def _scale(coefficients: NDArray[np.float64]) -> float:
+    """The largest magnitude of some coefficients, relative to which the solver's tolerances hold; 1 if all are 0."""
+    return float(np.abs(coefficients).max()) or 1.0

@@ -1,6 +1,8 @@
 """The target of a smaller model: a number of parameters, bytes or seconds."""
 
 import math
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,8 @@ from ..config import memory_size
 from ..errors import MoonshotError, Text, check_number, require
 
 UNITS = {"parameters": "parameters", "bytes": "bytes", "latency": "seconds"}
+# Parts that stay of which an error has the reasons, and the characters of each reason.
+REASONS, LONGEST = 4, 100
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Target:
 
     field: str
     value: float
-    in_units: bool = False  # the value is a number in `unit`, and the model may be small enough already
+    dense: float | None = None  # cost of the dense model, where another is given that is smaller already
 
     @classmethod
     def of(cls, **values: Any) -> "Target":
@@ -44,24 +48,29 @@ class Target:
         return UNITS[self.field]
 
     def budget(self, dense: float) -> float:
-        """The number, in `unit`, for a dense model's; parameters and bytes are rounded down.
+        """The number, in `unit`, for a model's; parameters and bytes are rounded down.
 
         Raises:
             MoonshotError: it is not less than the dense model's.
         """
-        if self.in_units:
-            return self.value
-        timed = self.field == "latency"
+        dense, timed = self._dense(dense), self.field == "latency"
         budget = self.value * dense if self.value <= 1 else self.value / (1000 if timed else 1)
         budget = budget if timed else math.floor(budget)
         hint = f"the dense model has {self.shown(dense)}"
         require(budget < dense, "nothing has to leave", field=self.field, value=self.value, hint=hint)
         return budget
 
-    def unreachable(self, least: float, dense: float) -> MoonshotError:
-        """The error for a target below the least reachable cost."""
-        message = f"the smallest configuration has {self.shown(least)}, {least / dense:.4f} of the dense model"
-        return MoonshotError(message, field=self.field, value=self.value, hint="give at least that")
+    def unreachable(self, least: float, dense: float, refused: Mapping[str, str]) -> MoonshotError:
+        """The error for a target below the least reachable cost; `refused` has the reasons of parts that stay."""
+        share = least / self._dense(dense)
+        message = f"the smallest configuration has {self.shown(least)}, {share:.4f} of the dense model"
+        reasons = [f"{name} ({textwrap.shorten(why, LONGEST, placeholder='…')})" for name, why in refused.items()]
+        reasons[REASONS:] = [f"{len(reasons) - REASONS} more"] if len(reasons) > REASONS else []
+        stay = f", since these stay: {', '.join(reasons)}" if reasons else ""
+        return MoonshotError(message + stay, field=self.field, value=self.value, hint="give at least that")
+
+    def _dense(self, cost: float) -> float:
+        return cost if self.dense is None else self.dense
 
     def shown(self, cost: float) -> str:
         return f"{1e3 * cost:.4g} ms" if self.field == "latency" else f"{cost:,.0f} {self.unit}"

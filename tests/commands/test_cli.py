@@ -236,6 +236,18 @@ def test_fields_are_formatted_as_options(error, expected):
         assert copied.render(launch.option_formatter(argparse.Namespace(**ARGS), {})) == expected
 
 
+def test_the_other_processes_of_a_launcher_leave_the_first_time_to_print(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, seconds in (("0", []), ("1", [launch.PATIENCE])):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            guard(lambda args: None, argparse.Namespace())
+        assert ended.value.code == 2 and waited == seconds
+        assert ("2 processes: this command runs in one" in capsys.readouterr().err) == (rank == "0")
+
+
 def test_fields_with_several_values_are_named_by_their_plural():
     from optimum_moonshot.commands.sweep import SWEPT
 

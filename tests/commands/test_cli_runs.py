@@ -5,6 +5,8 @@ import math
 
 import pytest
 from command_line import DEMO, failure
+from ranks import save_model
+from transformers import AutoModelForCausalLM
 
 from optimum_moonshot.__main__ import main
 
@@ -42,6 +44,24 @@ def test_structured_pruning_and_compaction_end_to_end(capsys, tmp_path):
     assert "not compacted: nothing to compact" in capsys.readouterr().out
     report = json.loads((tmp_path / "same" / "moonshot_report.json").read_text(encoding="utf-8"))
     assert any("not compacted" in note for note in report["notes"])
+
+
+def test_shrink_end_to_end(capsys, tmp_path):
+    save_model(tmp_path / "model")
+    heldout = tmp_path / "heldout.txt"
+    heldout.write_text((DEMO / "heldout.txt").read_text(encoding="utf-8")[:5_000], encoding="utf-8")
+    options = ["--parameters", "0.8", "--num-samples", "4", "--sequence-length", "32", "--device", "cpu"]
+    data = ["--calibration", DEMO / "calibration.txt", "--eval", heldout]
+    output = tmp_path / "small"
+    main([str(part) for part in ("shrink", tmp_path / "model", "--output", output, *options, *data)])
+    printed = capsys.readouterr().out
+    sizes = [AutoModelForCausalLM.from_pretrained(folder).num_parameters() for folder in (tmp_path / "model", output)]
+    assert sizes[1] <= 0.8 * sizes[0]
+    assert f"{sizes[0]:,} → {sizes[1]:,} parameters ({sizes[1] / sizes[0]:.4f})" in printed
+    assert "predicted loss" in printed and "perplexity  " in printed and f"saved       {output}" in printed
+    record = json.loads((output / "config.json").read_text(encoding="utf-8"))["moonshot"]
+    assert record["compaction"]["parameters"] == sizes
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "heldout.txt", "small"}
 
 
 def test_prune_packed_and_convert(capsys, tmp_path):

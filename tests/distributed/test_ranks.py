@@ -239,6 +239,20 @@ def test_a_command_for_one_process_refuses_several(done):
     assert done["convert", 1]["err"] == ""
 
 
+def test_a_launcher_that_ends_all_processes_with_the_first_shows_the_error(tmp_path):
+    """The first process is the slowest: it starts late, and torchrun looks at the processes every 0.1 s."""
+    (tmp_path / "late.py").write_text(
+        "import os, time\n"
+        "time.sleep(1.5 if os.environ['RANK'] == '0' else 0)\n"
+        "from optimum_moonshot.__main__ import main\n"
+        f"main(['shrink', {str(DEMO)!r}, '--output', 'out', '--parameters', '0.5'])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "late.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert ended.returncode
+    assert ended.stderr.count("error: 2 processes: this command runs in one; start it without torchrun") == 1
+
+
 def test_the_guide_has_the_figures_of_the_benchmark():
     results = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
     guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from optimum_moonshot.commands.moonshot import MoonshotCommand
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
 from optimum_moonshot.reports.shrink_report import ShrinkReport
-from optimum_moonshot.runs import shrink, shrink_measurements, shrink_parts
+from optimum_moonshot.runs import shrink, shrink_hidden, shrink_measurements, shrink_parts
 from optimum_moonshot.shrinking import hidden, latency, trials
 
 CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
@@ -150,14 +152,58 @@ def test_the_hidden_size_leaves_for_a_latency(seconds_by_size):
     assert report.seconds == pytest.approx((1e-6 * report.parameters[0], 1e-6 * pruner.model.num_parameters()))
 
 
-def test_the_error_of_an_impossible_target_has_the_least_reachable_value():
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_the_error_of_an_impossible_target_has_the_least_reachable_value(name):
+    """Biases of queries, keys and values do not become smaller with the hidden size."""
     with pytest.raises(MoonshotError, match="parameters=0.01: the smallest configuration has") as caught:
-        shrunk(parameters=0.01)
+        shrunk(name, parameters=0.01)
     least = int(str(caught.value).split(" has ")[1].split(" ")[0].replace(",", ""))
-    _, report = shrunk(parameters=least)
+    assert f"{least / make(name).num_parameters():.4f} of the dense model" in str(caught.value)
+    assert ("since these stay: " in str(caught.value)) == (name == "gpt2")
+    _, report = shrunk(name, parameters=least)
     assert report.parameters[1] == least
     with pytest.raises(MoonshotError, match="the smallest configuration"):
-        shrunk(parameters=least - 1)
+        shrunk(name, parameters=least - 1)
+
+
+def test_a_target_out_of_reach_of_the_narrowed_model_is_compared_with_the_dense_one(seconds_by_size, monkeypatch):
+    """The latency of a narrowed model may be larger than that of its parts predicted."""
+    monkeypatch.setattr(shrink_hidden, "model_latency", lambda *_: 1.0)
+    monkeypatch.setattr(shrink, "narrow", partial(slowed, shrink.narrow, monkeypatch))
+    with pytest.raises(MoonshotError, match=r"latency=0.4: the smallest configuration has .* ms, (\S+) of") as caught:
+        shrunk(model=low_rank(), latency=0.4, batch_shape=(1, 8))
+    milliseconds, share = re.findall(r"has (\S+) ms, (\S+) of", str(caught.value))[0]
+    assert float(share) > 0.4 and float(milliseconds) == pytest.approx(float(share) * 8.944, rel=1e-3)
+
+
+def slowed(narrow, monkeypatch, *arguments):
+    """Narrow a model, after which every measured latency is that of the dense model."""
+    narrowed = narrow(*arguments)
+    for name in ("of_block", "seconds"):
+        faster = getattr(latency._Calls, name)
+        monkeypatch.setattr(latency._Calls, name, lambda *each, faster=faster: 4 * faster(*each))
+    return narrowed
+
+
+def test_latencies_of_another_batch_shape_do_not_serve_a_repeated_run(monkeypatch, tmp_path):
+    def seconds(calls, block=None, *_):
+        return 1e-6 * sum(each.numel() for each in (block or calls.model).parameters()) * calls.ids.shape[1]
+
+    monkeypatch.setattr(latency._Calls, "of_block", seconds)
+    monkeypatch.setattr(latency._Calls, "seconds", seconds)
+    for tokens in (8, 32):
+        _, report = shrunk(latency=0.7, batch_shape=(1, tokens), resume_dir=tmp_path)
+        assert report.dense == pytest.approx(8944e-6 * tokens) and report.seconds[1] <= report.budget
+        assert f"seconds, 1x{tokens} tokens on cpu with {torch.get_num_threads()} threads" in report.measured
+
+
+def test_a_latency_above_the_target_is_noted(seconds_by_size, monkeypatch):
+    pruner, report = shrunk("gpt2", latency=0.7, batch_shape=(1, 8))
+    assert not any("latency" in note for note in pruner.report.notes)
+    monkeypatch.setattr(shrink_parts, "model_latency", lambda *_: 0.01)
+    pruner, report = shrunk("gpt2", latency=0.7, batch_shape=(1, 8))
+    (note,) = (note for note in pruner.report.notes if "latency" in note)
+    assert f"10 ms, the target {1e3 * report.budget:.4g} ms" in note
 
 
 @pytest.mark.parametrize(
@@ -185,7 +231,7 @@ def test_a_failure_leaves_the_model_and_the_pruner_unchanged(monkeypatch, second
     def refuse(*args, **kwargs):
         raise MoonshotError("the hidden size stays")
 
-    monkeypatch.setattr(hidden, "observe_stream", refuse)
+    monkeypatch.setattr(hidden, "find_stream", refuse)
     monkeypatch.setattr(shrink if place == "decide" else shrink_parts, place, fail)
     with pytest.raises(RuntimeError, match="stop"):
         pruner.shrink(BATCHES, latency=0.8, progress=False)

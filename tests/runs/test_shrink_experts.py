@@ -34,7 +34,7 @@ def without_other_parts(monkeypatch):
 
     monkeypatch.setattr("optimum_moonshot.runs.shrink_measurements.find_widths", lambda *_: ([], {}))
     monkeypatch.setattr("optimum_moonshot.shrinking.losses.MOST_BLOCKS", 0.0)
-    monkeypatch.setattr(hidden, "observe_stream", refuse)
+    monkeypatch.setattr(hidden, "find_stream", refuse)
 
 
 def test_the_cost_of_an_expert_is_the_difference_of_configurations():

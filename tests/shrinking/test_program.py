@@ -1,5 +1,6 @@
 """The integer program equals brute force over all options, and never exceeds its budget."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -65,3 +66,26 @@ def test_the_budget_holds_where_costs_are_far_larger_than_the_tolerance_of_the_s
         assert program.best(budget).cost <= budget
         assert program.best(budget - 1).cost <= budget - 1
         assert program.best(budget).loss <= program.best(budget - 1).loss
+
+
+def test_nothing_leaves_for_free():
+    neurons = Dimension("neurons", (0, 1, 2, 3), (0.0,) * 4, (0.0, -12.0, -30.0, -60.0))
+    program = Program((neurons, Dimension("blocks", (0, 1), (0.0,) * 2, (0.0, -25.0))), 100.0, {}, {})
+    assert [program.best(budget).cost for budget in (95, 87, 74, 15)] == [88, 75, 70, 15]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_equal_losses_the_largest_cost_is_that_of_brute_force(seed):
+    """Losses of a few values, so that most choices share theirs with others."""
+    rng = np.random.default_rng(seed)
+    dimensions = []
+    for dimension in random_program(seed).dimensions:
+        losses = np.sort(rng.integers(0, 3, len(dimension.removed) - 1)) * 0.25
+        dimensions.append(dataclasses.replace(dimension, losses=(0.0, *losses.tolist())))
+    loss_pairs = {(0, 1): -0.25 * rng.integers(0, 2, [len(each.removed) for each in dimensions[:2]])}
+    program = dataclasses.replace(random_program(seed), dimensions=tuple(dimensions), loss_pairs=loss_pairs)
+    choices = all_choices(program)
+    for budget in sorted({choice.cost for choice in choices})[::7]:
+        expected = min((each for each in choices if each.cost <= budget), key=lambda each: (each.loss, -each.cost))
+        best = program.best(budget)
+        assert (best.loss, best.cost) == (expected.loss, expected.cost)

@@ -154,6 +154,17 @@ def test_targets_that_are_refused(values):
         Target.of(**{"parameters": None, "bytes": None, "latency": None, **values})
 
 
+def test_the_error_of_an_unreachable_target_has_few_reasons():
+    refused = {f"part {index}": "long " * 100 for index in range(6)}
+    message = str(Target.of(latency=0.1).unreachable(0.05, 0.1, refused))
+    assert message.startswith("latency=0.1: the smallest configuration has 50 ms, 0.5000 of the dense model, since")
+    assert "part 3 (long" in message and "part 4" not in message and "), 2 more; give at least" in message
+    assert len(message) < 650
+    narrowed = Target("latency", 0.1, dense=0.2)
+    assert "50 ms, 0.2500 of the dense model; give" in str(narrowed.unreachable(0.05, 0.1, {}))
+    assert narrowed.budget(0.1) == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("value", [1, 1001, 5000])
 def test_a_target_of_the_dense_size_is_refused(value):
     with pytest.raises(MoonshotError, match="1,001 parameters"):

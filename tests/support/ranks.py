@@ -26,6 +26,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.accumulators import Gram
 from optimum_moonshot.calibration.observer import GradientSums
+from optimum_moonshot.commands import launch
 from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.stages import BlockPipeline
 from optimum_moonshot.recovery import tuning
@@ -352,6 +353,7 @@ def command(name, folder, size):
     places = {"MODEL": str(folder / "model"), "TEXT": str(DEMO / "calibration.txt")}
     argv = [places.get(part, part) for part in COMMANDS[name]]
     out, err, status = io.StringIO(), io.StringIO(), 0
+    launch.PATIENCE = 0.0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([*argv, "--output", str(folder / name)])
