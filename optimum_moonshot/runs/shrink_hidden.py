@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
+from ..pipeline.selection import DenseTeacher
 from ..reports.prune_report import PruneReport
 from ..reports.shrink_report import Candidate, ShrinkReport
 from ..rotation.width import WidthReduction, cut_stream
@@ -25,6 +27,7 @@ class Narrowed:
     reduction: WidthReduction
     loss: float
     refused: Mapping[str, str]
+    basis: Tensor  # as in `DenseTeacher`
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -40,7 +43,7 @@ class Narrowed:
 
     def request(self, run: Shrinking, budget: float) -> Shrinking:
         """The request for the remaining parts of the narrowed model, at a budget in the unit of the target."""
-        subject = dataclasses.replace(run.subject, model=self.model, teacher=run.teacher)
+        subject = dataclasses.replace(run.subject, model=self.model, teacher=DenseTeacher(run.teacher, (), self.basis))
         target = Target(run.target.field, budget, in_units=True)
         return dataclasses.replace(run, subject=subject, target=target, resume_dir=run.folder("narrowed"))
 
@@ -98,12 +101,12 @@ def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | No
         if best is None:
             costs = tables.costs_of(target)
             raise target.unreachable(tables.program(costs).least_cost().cost * hidden.least, costs.dense)
-        size, loss = best
-        if size == hidden.width or hidden.stream is None:
+        (size, loss), stream = best, hidden.stream
+        if size == hidden.width or stream is None:
             return None
         try:
-            model, reduction = cut_stream(hidden.stream, size)
+            model, reduction = cut_stream(stream, size)
         except MoonshotError as error:
             hidden = hidden.without(size, str(error))
         else:
-            return Narrowed(model, reduction, loss, hidden.refused)
+            return Narrowed(model, reduction, loss, hidden.refused, stream.projection(size))

@@ -12,7 +12,7 @@ from ..model.calls import Forward
 from ..model.layers import visited
 from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
-from ..pipeline.selection import Subject
+from ..pipeline.selection import DenseTeacher, Subject
 from ..results.run_folder import RunFolder
 from ..shrinking.target import Target
 
@@ -36,10 +36,16 @@ class Shrinking:
 
     @property
     def teacher(self) -> PreTrainedModel:
-        """The model that a distillation reproduces: the dense one, before any part left."""
-        teacher = self.subject.teacher or self.model
-        assert isinstance(teacher, PreTrainedModel)
-        return teacher
+        """The model that a recovery reproduces: the dense one, before any part left."""
+        teacher = self.subject.teacher
+        model = self.model if teacher is None else teacher.model
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...]) -> Subject:
+        """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
+        teacher = self.subject.teacher or DenseTeacher(self.model)
+        return dataclasses.replace(self.subject, model=model, teacher=dataclasses.replace(teacher, removed=blocks))
 
     def folder(self, name: str) -> Path | None:
         return None if self.resume_dir is None else self.resume_dir / name
