@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError
+from ..errors import MoonshotError, require
 from ..model.calls import Forward
 from ..pipeline.backoff import enough_memory
 from ..pipeline.selection import Subject
@@ -33,6 +33,7 @@ def shrink_model(
     batch_shape: tuple[int, int],
     forward: Forward | None,
     resume_dir: str | os.PathLike[str] | None,
+    hidden_multiple: int | None = None,
 ) -> tuple[PreTrainedModel, PruneReport, Discard]:
     """As `MoonshotPruner.shrink`: a new, smaller model, with its report; the subject's model is unchanged.
 
@@ -42,10 +43,12 @@ def shrink_model(
     started = time.perf_counter()
     calibration = config.calibration if calibration is None else calibration
     check_request(subject, config, calibration)
+    valid = hidden_multiple is None or (type(hidden_multiple) is int and hidden_multiple > 0)
+    require(valid, "use a positive integer", field="hidden_multiple", value=hidden_multiple)
     if isinstance(calibration, Iterator):  # it is read twice
         calibration = list(calibration)
     folder = None if resume_dir is None else Path(resume_dir)
-    run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder)
+    run = Shrinking(subject, config, calibration, target, batch_shape, forward, folder, hidden_multiple)
     tables, hidden, measured = measure_parts(run)
     assert hidden is not None
     narrowed = narrow(hidden, tables, target)

@@ -35,7 +35,10 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
             tables = measure_tables(model, trials, widths, {**refused, **kept}, run.target, run.batch_shape, experts)
-            hidden = None if narrowed else hidden_sizes(prepared, trials, subject.loss, run.target, run.batch_shape)
+            hidden = None
+            if not narrowed:
+                shape, multiple = run.batch_shape, run.hidden_multiple
+                hidden = hidden_sizes(prepared, trials, subject.loss, run.target, shape, multiple)
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()

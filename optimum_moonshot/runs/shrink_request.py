@@ -28,6 +28,7 @@ class Shrinking:
     batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
     forward: Forward | None
     resume_dir: Path | None
+    hidden_multiple: int | None = None  # of which a smaller hidden size is a multiple
 
     @property
     def model(self) -> PreTrainedModel:

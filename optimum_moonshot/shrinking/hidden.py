@@ -74,7 +74,12 @@ class HiddenSizes:
 
 
 def hidden_sizes(
-    prepared: Prepared, trials: Trials, loss: Loss | None, target: Target, batch_shape: tuple[int, int]
+    prepared: Prepared,
+    trials: Trials,
+    loss: Loss | None,
+    target: Target,
+    batch_shape: tuple[int, int],
+    multiple: int | None = None,
 ) -> HiddenSizes:
     """Measure the losses of smaller hidden sizes, by one pass with gradients and a forward pass for each.
 
@@ -84,6 +89,7 @@ def hidden_sizes(
         loss: of the model, as for `MoonshotPruner`.
         target: determines whether latencies are measured, of a model of each size.
         batch_shape: samples and tokens of a forward pass, for latencies.
+        multiple: of which smaller sizes are multiples; None: of a 64th of the model's.
     """
     model = prepared.model
     assert isinstance(model, PreTrainedModel)
@@ -113,7 +119,11 @@ def hidden_sizes(
             refused[f"{HIDDEN} {size}"] = str(error)
     if len(costs) == 1:
         return HiddenSizes(None, nothing, same, refused)
-    sizes = tuple(range(own, own - max(costs) - 1, -max(1, own // STEPS)))
+    start, step = (own, max(1, own // STEPS)) if multiple is None else (own // multiple * multiple, multiple)
+    sizes = tuple(dict.fromkeys((own, *range(start, own - max(costs) - 1, -step))))
+    if len(sizes) == 1:
+        refused[HIDDEN] = f"no multiple of {multiple} is from {own - max(costs)} to {own - 1}"
+        return HiddenSizes(None, nothing, same, refused)
     removed = [own - size for size in sizes]
     losses = dict(zip(sizes, interpolated(points, removed), strict=True))
     relative = np.minimum.accumulate(np.interp(removed, list(costs), list(costs.values())))

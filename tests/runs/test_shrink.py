@@ -81,6 +81,16 @@ def test_hidden_size_and_other_parts_leave_together():
     assert report.chosen.allowed[0] == "hidden size" and report.chosen.removed["hidden size"] == 8
 
 
+def test_the_hidden_size_is_a_multiple():
+    assert shrunk(model=low_rank(), parameters=0.8)[1].hidden_size == (16, 8)
+    pruner, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=12)
+    assert report.hidden_size == (16, 12) and pruner.model.config.hidden_size == 12
+    _, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=32)
+    assert report.hidden_size is None and report.refused["hidden size"] == "no multiple of 32 is from 8 to 15"
+    with pytest.raises(MoonshotError, match="hidden_multiple=0: use a positive integer"):
+        shrunk(parameters=0.8, hidden_multiple=0)
+
+
 @pytest.mark.parametrize(("name", "share"), [("llama", 0.9), ("llama", 0.6), ("gpt2", 0.7)])
 def test_the_budget_is_not_exceeded_and_plain_transformers_loads_an_equal_model(tmp_path, name, share):
     model = make(name)
