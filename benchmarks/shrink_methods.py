@@ -8,8 +8,9 @@
 
 Every cell starts from the dense model in float32 and the same 128 × 256 calibration tokens by seed, and ends with a
 model of at most so many parameters (the mixture: the nearest number of experts; whole blocks: as few as suffice).
-"one-shot" stops there. "block-wise" is `recover="blockwise"`, for this package's cells. "distilled" trains all
-parameters end to end on the calibration tokens towards the dense model's logits, the same for every method.
+"one-shot" stops there. "block-wise" is `recover="blockwise"`, for this package's cells, and "own-distilled"
+`recover="distill"`, for those of `shrink`. "distilled" trains all parameters end to end on the calibration tokens
+towards the dense model's logits, the same for every method.
 Tokens per second of a forward pass (8 × 256 tokens) and of greedy generation (64 tokens) are those of the processor
 time of one thread, which other processes change less than the elapsed time. So are the seconds of a cell, about 4 of
 which are its evaluation.
@@ -38,7 +39,8 @@ HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo_model"
 MODELS = {"demo": DEMO, "heads": HERE / "heads_model", "mixture": HERE / "mixture_model"}
 SHARES = {"0.9": 0.9, "0.75": 0.75, "0.6": 0.6}
-RECOVERIES = ("one-shot", "block-wise", "distilled")
+RECOVERIES = ("one-shot", "block-wise", "distilled", "own-distilled")
+RECOVER = {"block-wise": "blockwise", "own-distilled": "distill"}  # recovery → `recover` of this package
 LAMBDAS = (1.0, 0.5)
 LENGTH, SAMPLES = 256, 128
 FORWARD, PROMPT, NEW, REPEATS = 8, 64, 64, 3  # sequences of a forward pass; tokens of generation; medians of so many
@@ -72,7 +74,7 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
         if method in methods(name) and (seed == options.seeds[0] or not method.startswith("magnitude"))
         for share in options.steps
         for lam in (options.lambdas if method in TWO_OBJECTIVES else LAMBDAS[:1])
-        if recovery != "block-wise" or method in TWO_OBJECTIVES
+        if recovery not in RECOVER or method in (TWO_OBJECTIVES if recovery == "block-wise" else (OWN,))
     ]
 
 
@@ -157,7 +159,7 @@ def measure(name: str, cell: Cell) -> dict:
     elif method == LLM_COMPRESSOR:
         small = llm_compressor(load(name), data.batches, share)
     else:
-        recover = "blockwise" if recovery == "block-wise" else None
+        recover = RECOVER.get(recovery)
         shared = {"lam": lam, "seed": seed, "num_samples": SAMPLES, "sequence_length": LENGTH, "recover": recover}
         small = shrink_own(load(name), method, share, shared)
     if recovery == "distilled":

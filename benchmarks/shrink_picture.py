@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STYLES = {"one-shot": "-", "block-wise": "--", "distilled": ":"}
+STYLES = {"one-shot": "-", "block-wise": "--", "distilled": ":", "own-distilled": "-."}
 
 
 def picture(results: dict, methods: list[str], path: Path) -> None:

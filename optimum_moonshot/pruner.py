@@ -396,6 +396,7 @@ class MoonshotPruner:
         bytes: float | str | None = None,
         latency: float | None = None,
         batch_shape: tuple[int, int] = (1, 1),
+        hidden_multiple: int | None = None,
         loss: Loss | None = None,
         forward: Forward | None = None,
         progress: bool = True,
@@ -413,6 +414,7 @@ class MoonshotPruner:
             bytes: as `parameters`, of the weights, or text such as "2GB".
             latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
             batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
+            hidden_multiple: of which a smaller hidden size is a multiple, such as the block of a quantized format.
             loss: as for `prune`.
             forward: as for `prune`.
             progress: as for `prune`.
@@ -426,7 +428,8 @@ class MoonshotPruner:
         """
         target = Target.of(parameters=parameters, bytes=bytes, latency=latency)
         with self._run("shrink", loss, forward, progress) as subject:
-            result = shrink_model(subject, self._config, calibration, target, batch_shape, forward, resume_dir)
+            options = (batch_shape, forward, resume_dir, hidden_multiple)
+            result = shrink_model(subject, self._config, calibration, target, *options)
         self.model, report, discard = result
         self._sweep, self._discards = None, [*self._discards, discard]
         shrunk = self._reported(report).shrink

@@ -52,6 +52,8 @@ def add_shrink_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--latency", type=float, metavar="T", help=text)
     text = "with --latency: samples and tokens of the forward pass; 1 token is decoded after a context (1 1)"
     group.add_argument("--batch-shape", nargs=2, type=int, default=(1, 1), metavar=("SAMPLES", "TOKENS"), help=text)
+    text = "of which a smaller hidden size is a multiple, such as 32 for the blocks of GGUF's Q8_0"
+    parser.add_argument("--hidden-multiple", type=int, metavar="N", help=text)
     add_calibration_options(parser)
     add_data_option(parser, "--eval", "measure the model on these data sets before and after")
     add_method_options(parser, without=WITHOUT)
@@ -80,7 +82,8 @@ def shrink(args: argparse.Namespace) -> None:
         metric = pruner_metric(pruner)
         before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
         resumed: Path = output.work()
-        report = pruner.shrink(calibration, **target, batch_shape=tuple(args.batch_shape), resume_dir=resumed)
+        options = {"batch_shape": tuple(args.batch_shape), "hidden_multiple": args.hidden_multiple}
+        report = pruner.shrink(calibration, **target, **options, resume_dir=resumed)
         assert pruner.report is not None
         lines = [report.table(), "", *pruner_metric(pruner).changes(before, pruner.report.record)]
         output.begin()

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import MoonshotConfig
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
@@ -25,6 +25,15 @@ ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the b
 
 
 @dataclasses.dataclass(frozen=True)
+class DenseTeacher:
+    """The dense model that a recovery reproduces, where parts of it left before the run."""
+
+    model: nn.Module
+    removed: tuple[int, ...] = ()  # the blocks that left, by their indices in it
+    basis: Tensor | None = None  # [d, d']: a hidden state h of it is h @ basis in the run's model; None: h itself
+
+
+@dataclasses.dataclass(frozen=True)
 class Subject:
     """A model with its tokenizer and processor, as a caller of the pruner gives them.
 
@@ -37,12 +46,17 @@ class Subject:
     loss: Loss | None = None
     progress: bool = True  # show bars
     ranks: Ranks = SINGLE_PROCESS  # the processes of the run
-    teacher: nn.Module | None = None  # of a distillation; None: the dense model
+    teacher: DenseTeacher | None = None  # of a recovery; None: the model before the run
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files, and does the work that is not shared."""
         return self.ranks.is_main
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether directions of the residual stream left before the run, so that every block differs."""
+        return self.teacher is not None and self.teacher.basis is not None
 
 
 @dataclasses.dataclass(frozen=True)

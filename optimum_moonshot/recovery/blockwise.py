@@ -24,12 +24,12 @@ from ..model.layers import Block, PrunableLayer, all_onloaded
 from ..pipeline.block_sequences import BlockSequences, find_block_sequences
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
-from ..pipeline.model_pipeline import block_pipeline, streamed
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import BlockReport
 from .gradual import Gradual
 from .student import BlockTask, Student, Tensors, padding_mask
+from .targets import DenseBlocks, captured
 from .tuning import Tuner, part_size
 from .whole_blocks import changes_structure, shared_names, trainable
 
@@ -44,11 +44,12 @@ class SmallerBlocks:
 
 @dataclass(eq=False)
 class RecoveryStage:
-    """A block of the dense model, with the inputs and targets of its recovery."""
+    """A block of the model before the run, with the inputs and targets of its recovery."""
 
     block: Block
     number: int
     task: BlockTask
+    dense: DenseBlocks
     make: Callable[[Block], Student]  # from the pruned weights in the store
     last: bool
     configured: Callable[[], AbstractContextManager[None]]  # meanwhile the block runs with the student's tensors
@@ -125,8 +126,10 @@ class Recovery:
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
-        if smaller is not None or changes_structure(variant.selection.patterns.values()):
-            variant.notes.append("recovery trained all parameters of the blocks that lost neurons, heads or experts")
+        narrowed = prepared.subject.narrowed
+        if narrowed or smaller is not None or changes_structure(variant.selection.patterns.values()):
+            parts = "directions of the residual stream" if narrowed else "neurons, heads or experts"
+            variant.notes.append(f"recovery trained all parameters of the blocks that lost {parts}")
         return cls(prepared, sequences.sequential[0], variant, smaller)
 
     def batches(self) -> list[Batch]:
@@ -144,7 +147,7 @@ class Recovery:
                 self.where = stage.block.name
                 bar.set_postfix_str(self.where)
                 with self.backoff.together():
-                    stage.task.advance(stage.task.targets, Student(stage.block, [], set()).rounded())
+                    stage.dense.advance(stage.number)
                     if stage.student.parameters and stage.block.name not in self.store.blocks:
                         with stage.configured():
                             self.store.put_block(*self._recover(stage))
@@ -155,18 +158,18 @@ class Recovery:
 
     def __iter__(self) -> Iterator[RecoveryStage]:
         prepared, batches = self.prepared, self.batches()
-        offloaded = prepared.block_probe is not None
-        pipeline = (
-            streamed(prepared, batches, False) if offloaded else block_pipeline(prepared, self.blocks, batches, False)
-        )
-        pipeline.capture()
-        dense = [call.hidden for call in pipeline.calls[pipeline.lowest]]
-        inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
-        masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
+        pipeline = captured(prepared, self.blocks, batches)
+        inputs = [call.hidden for call in pipeline.calls[pipeline.lowest]]
+        masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, inputs, strict=True)]
+        if prepared.subject.teacher is None:
+            dense = DenseBlocks(self.blocks, pipeline.calls, inputs, inputs)
+            inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in inputs]
+        else:
+            dense = DenseBlocks.of_teacher(prepared.subject.teacher, prepared, batches, pipeline)
+        configured = nullcontext if self.smaller is None else self.smaller.configured
         for i in range(pipeline.lowest, pipeline.highest + 1):
-            task = BlockTask(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
-            configured = nullcontext if self.smaller is None else self.smaller.configured
-            yield RecoveryStage(self.blocks[i], i, task, self._student, i == pipeline.highest, configured)
+            task = BlockTask(self.blocks[i].module, pipeline.calls[i], inputs, dense.targets, masks)
+            yield RecoveryStage(self.blocks[i], i, task, dense, self._student, i == pipeline.highest, configured)
 
     def _student(self, block: Block) -> Student:
         """The block with its pruned weights. Parameters that are shared with other blocks are not tuned."""
@@ -177,7 +180,7 @@ class Recovery:
         patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
         smaller = {} if self.smaller is None else self.smaller.tensors(block)
         others: list[str] = []
-        if smaller or changes_structure(patterns.values()):
+        if smaller or self.prepared.subject.narrowed or changes_structure(patterns.values()):
             others = [name for name in trainable(block.module) if f"{block.name}.{name}" not in self.shared]
         recovered = self.store.parameters.intersection(f"{block.name}.{name}" for name in others)  # before a restart
         instead = smaller | {name.removeprefix(f"{block.name}."): self.store.loader(name)() for name in recovered}
@@ -189,11 +192,13 @@ class Recovery:
         sizes = [batch_size(batch) for batch in self.whole_batches]
         tuner = Tuner(student, task, self.config, stage.number, sizes, self.backoff.samples)
         before, pruned = tuner.loss(), student.snapshot()
-        notes = tuner.finish() if self.gradual is None else self.gradual.tune(student, task, tuner)
-        after = tuner.loss()
-        if not after < before:
-            student.restore(pruned)
-            after, notes = before, [*notes, "no gain: the pruned weights were kept"]
+        after, notes = before, ["nothing to tune: it equals the dense block"]
+        if before:
+            notes = tuner.finish() if self.gradual is None else self.gradual.tune(student, task, tuner)
+            after = tuner.loss()
+            if not after < before:
+                student.restore(pruned)
+                after, notes = before, [*notes, "no gain: the pruned weights were kept"]
         name, seconds = stage.block.name, time.perf_counter() - started
         report = BlockReport(name, before, after, tuner.taken, seconds, tuple(notes))
         return report, student.matrices(), student.changed()

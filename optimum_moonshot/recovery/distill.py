@@ -59,7 +59,8 @@ class Distillation:
         self.prepared, self.variant, self.on_host = prepared, variant, on_host
         self.config, self.ranks, self.backoff = variant.selection.config, prepared.subject.ranks, prepared.backoff
         self.storage, self.total = prepared.storage, self.config.recovery_steps
-        self.teacher = Teacher(prepared.subject.teacher or prepared.model, prepared.storage)
+        dense = prepared.subject.teacher
+        self.teacher = Teacher(prepared.model if dense is None else dense.model, prepared.storage)
         self.device = model_device(prepared.model)
         size = part_size(prepared.calibration.num_samples)
         self.batches = split_batches(prepared.calibration.batches, size)

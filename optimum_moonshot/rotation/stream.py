@@ -74,6 +74,11 @@ class Stream:
             return kept
         return kept @ torch.linalg.eigh(kept.T @ (gain_of(self.tied, len(kept))[:, None] * kept))[1]
 
+    def projection(self, hidden_size: int) -> Tensor:
+        """a P, [d, d'] in float64: a hidden state x is ``x @ projection`` in the smaller model (width.py)."""
+        kept = self.directions(hidden_size)
+        return (hidden_size / len(kept)) ** 0.5 * kept
+
     def readout(self, norm: Folding, kept: Tensor) -> Tensor:
         """M of a norm, [d, d']; √e · P of the norm before a tied head."""
         moment = self.moments[norm].double()

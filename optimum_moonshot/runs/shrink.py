@@ -33,6 +33,7 @@ def shrink_model(
     batch_shape: tuple[int, int],
     forward: Forward | None,
     resume_dir: str | os.PathLike[str] | None,
+    hidden_multiple: int | None = None,
 ) -> tuple[PreTrainedModel, PruneReport, Discard]:
     """As `MoonshotPruner.shrink`: a new, smaller model, with its report; the subject's model is unchanged.
 
@@ -41,11 +42,11 @@ def shrink_model(
     """
     started = time.perf_counter()
     calibration = config.calibration if calibration is None else calibration
-    check_request(subject, config, calibration, target, batch_shape)
+    check_request(subject, config, calibration, target, batch_shape, hidden_multiple)
     if isinstance(calibration, Iterator):  # it is read twice
         calibration = list(calibration)
-    folder = None if resume_dir is None else Path(resume_dir)
-    run = Shrinking(subject, config, calibration, target, (batch_shape[0], batch_shape[1]), forward, folder)
+    folder, shape = None if resume_dir is None else Path(resume_dir), (batch_shape[0], batch_shape[1])
+    run = Shrinking(subject, config, calibration, target, shape, forward, folder, hidden_multiple)
     tables, hidden, measured = measure_parts(run)
     narrowed = None if hidden is None else narrow(hidden, tables, target)
     if hidden is not None and narrowed is None:

@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
+from ..pipeline.selection import DenseTeacher
 from ..reports.prune_report import PruneReport
 from ..reports.shrink_report import Candidate, ShrinkReport
 from ..rotation.width import WidthReduction, cut_stream
@@ -25,6 +27,7 @@ class Narrowed:
     reduction: WidthReduction
     loss: float
     refused: Mapping[str, str]
+    basis: Tensor  # as in `DenseTeacher`
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -40,7 +43,7 @@ class Narrowed:
 
     def request(self, run: Shrinking, dense: float) -> Shrinking:
         """The request for the remaining parts of the narrowed model; `dense` is the cost of the dense one."""
-        subject = dataclasses.replace(run.subject, model=self.model, teacher=run.teacher)
+        subject = dataclasses.replace(run.subject, model=self.model, teacher=DenseTeacher(run.teacher, (), self.basis))
         target = dataclasses.replace(run.target, dense=dense)
         return dataclasses.replace(run, subject=subject, target=target, resume_dir=run.folder("narrowed"))
 
@@ -103,6 +106,6 @@ def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | No
         except MoonshotError as error:
             hidden.refuse(size, str(error))
         else:
-            return Narrowed(model, reduction, hidden.losses[size], hidden.refused)
+            return Narrowed(model, reduction, hidden.losses[size], hidden.refused, hidden.stream.projection(size))
     dense = tables.costs_of(target).dense
     raise target.unreachable(hidden.least(tables), dense, {**tables.refused, **hidden.refused})

@@ -34,12 +34,16 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
         experts, kept = expert_trials(prepared, run.target)
         stream, stays = (None, {}) if narrowed else find_hidden(prepared)
         refused = {**refused, **kept, **stays}
-        check_reachable(model, widths if experts is None else [*widths, experts[0]], stream, run.target, refused)
+        reduced = widths if experts is None else [*widths, experts[0]]
+        check_reachable(model, reduced, stream, run.target, refused, run.hidden_multiple)
         trials = Trials(prepared, widths, _solve, run.resume_dir)
         try:
             tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape, experts)
-            shape = run.batch_shape
-            hidden = stream if stream is None else hidden_sizes(prepared, trials, stream, tables, run.target, shape)
+            hidden = None
+            if stream is not None:
+                hidden = hidden_sizes(
+                    prepared, trials, stream, tables, run.target, run.batch_shape, run.hidden_multiple
+                )
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()

@@ -62,12 +62,11 @@ def _pruned(
     narrower, recover, reports = any(levels.values()), run.config.recover, list[PruneReport]()
     if experts:
         here = None if narrower or recover == "distill" else recover
-        subject = dataclasses.replace(run.subject, model=model)
-        config = expert_config(run.config, experts, here)
+        subject, config = run.smaller(model, decision.blocks), expert_config(run.config, experts, here)
         report, _ = prune_experts(subject, config, run.calibration, run.folder("experts"))
         reports.append(report)
     if not experts or narrower or recover == "distill":
-        model, report = _structured(run, levels, _allocation(run, levels, decision.blocks, model), model)
+        model, report = _structured(run, levels, decision.blocks, model)
         report.layers = [*(layer for each in reports for layer in each.layers), *report.layers]
         reports.append(report)
     changes = {} if removal is None else {name: list(change) for name, change in removal.config.items()}
@@ -96,16 +95,16 @@ def _allocation(
 
 
 def _structured(
-    run: Shrinking, levels: Mapping[Width, int], allocation: dict[str, float | str], model: Any
+    run: Shrinking, levels: Mapping[Width, int], blocks: tuple[int, ...], model: Any
 ) -> tuple[PreTrainedModel, PruneReport]:
-    """Prune neurons and heads by an allocation, recover the model, and compact it."""
+    """Prune neurons and heads of the copy without some blocks, recover it, and compact it."""
+    subject, allocation = run.smaller(model, blocks), _allocation(run, levels, blocks, model)
     config, narrower = run.config, any(levels.values())
     heads = any(level and width.members[0][1].size > 1 for width, level in levels.items())
     lam = config.lam if config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
     config = dataclasses.replace(config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
-    without = config.recover is not None and config.recover != "distill" and not narrower
+    without = config.recover is not None and config.recover != "distill" and not narrower and not subject.narrowed
     config = dataclasses.replace(config, recover=None) if without else config
-    subject = dataclasses.replace(run.subject, model=model, teacher=run.teacher)
     report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
     if without:
         report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads left the blocks")

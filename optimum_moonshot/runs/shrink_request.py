@@ -12,7 +12,7 @@ from ..model.calls import Forward
 from ..model.layers import visited
 from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
-from ..pipeline.selection import Subject, check_dense
+from ..pipeline.selection import DenseTeacher, Subject, check_dense
 from ..results.run_folder import RunFolder
 from ..runtime.semi_structured import check_batch_shape
 from ..shrinking.costs import dense_cost
@@ -31,6 +31,7 @@ class Shrinking:
     batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
     forward: Forward | None
     resume_dir: Path | None
+    hidden_multiple: int | None = None  # of which a smaller hidden size is a multiple
 
     @property
     def model(self) -> PreTrainedModel:
@@ -39,10 +40,16 @@ class Shrinking:
 
     @property
     def teacher(self) -> PreTrainedModel:
-        """The model that a distillation reproduces: the dense one, before any part left."""
-        teacher = self.subject.teacher or self.model
-        assert isinstance(teacher, PreTrainedModel)
-        return teacher
+        """The model that a recovery reproduces: the dense one, before any part left."""
+        teacher = self.subject.teacher
+        model = self.model if teacher is None else teacher.model
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...]) -> Subject:
+        """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
+        teacher = self.subject.teacher or DenseTeacher(self.model)
+        return dataclasses.replace(self.subject, model=model, teacher=dataclasses.replace(teacher, removed=blocks))
 
     def folder(self, name: str) -> Path | None:
         return None if self.resume_dir is None else self.resume_dir / name
@@ -59,7 +66,12 @@ class Shrinking:
 
 
 def check_request(
-    subject: Subject, config: MoonshotConfig, calibration: Any, target: Target, batch_shape: tuple[int, int]
+    subject: Subject,
+    config: MoonshotConfig,
+    calibration: Any,
+    target: Target,
+    batch_shape: tuple[int, int],
+    hidden_multiple: int | None,
 ) -> None:
     """Check that the configuration and the model can be shrunk to a target.
 
@@ -69,12 +81,15 @@ def check_request(
         calibration: the data, not yet read.
         target: of the run.
         batch_shape: of a forward pass, for a target in seconds.
+        hidden_multiple: of which a smaller hidden size is a multiple.
 
     Raises:
         MoonshotError: a field that contradicts a target, no data, several processes, offloaded blocks, or a model
             that is sparse, small enough already, or whose latency cannot be measured.
     """
     check_batch_shape(batch_shape)
+    valid = hidden_multiple is None or (type(hidden_multiple) is int and hidden_multiple > 0)
+    require(valid, "use a positive integer", field="hidden_multiple", value=hidden_multiple)
     model, pattern = subject.model, config.parsed_pattern
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))

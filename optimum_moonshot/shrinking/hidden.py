@@ -80,7 +80,12 @@ def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:
 
 
 def check_reachable(
-    model: PreTrainedModel, widths: Sequence[Width], stream: Stream | None, target: Target, refused: Mapping[str, str]
+    model: PreTrainedModel,
+    widths: Sequence[Width],
+    stream: Stream | None,
+    target: Target,
+    refused: Mapping[str, str],
+    multiple: int | None = None,
 ) -> None:
     """Check before any measurement that a target in parameters or bytes is reachable if every part may leave.
 
@@ -90,13 +95,14 @@ def check_reachable(
         stream: None if the hidden size stays.
         target: of the run.
         refused: parts that stay, with the reasons.
+        multiple: as for `hidden_sizes`.
 
     Raises:
         MoonshotError: it is not.
     """
     if target.field == "latency":
         return
-    narrowing = None if stream is None else _narrowing(stream, _sizes(stream, MEASURED[-1])[-1])
+    narrowing = None if stream is None else _narrowing(stream, _sizes(stream, MEASURED[-1], multiple)[-1])
     structure = find_structure(model)
     layers = {layer.name: layer for layer in structure.layers()}
     least = shape_costs(model, layers, widths, target.unit, narrowing).least(int(MOST_BLOCKS * len(structure.blocks)))
@@ -106,7 +112,13 @@ def check_reachable(
 
 
 def hidden_sizes(
-    prepared: Prepared, trials: Trials, stream: Stream, tables: Tables, target: Target, batch_shape: tuple[int, int]
+    prepared: Prepared,
+    trials: Trials,
+    stream: Stream,
+    tables: Tables,
+    target: Target,
+    batch_shape: tuple[int, int],
+    multiple: int | None = None,
 ) -> HiddenSizes:
     """Measure the losses of smaller hidden sizes, by one pass with gradients and a forward pass for each.
 
@@ -117,6 +129,7 @@ def hidden_sizes(
         tables: of the model.
         target: determines whether latencies are measured, of a model of each size.
         batch_shape: samples and tokens of a forward pass, for latencies.
+        multiple: of which smaller sizes are multiples; None: of a 64th of the model's.
     """
     collect_moments(stream, prepared.batches, prepared.subject.loss)
     own, dense = stream.space.width, trials.loss("dense")
@@ -131,7 +144,9 @@ def hidden_sizes(
             except MoonshotError as error:  # the architecture may allow other sizes
                 refused[f"{HIDDEN} {size}"] = str(error)
     most = max(relative if target.field == "latency" else points)
-    sizes = [size for size in _sizes(stream, MEASURED[-1]) if own - size <= most]
+    sizes = [size for size in _sizes(stream, MEASURED[-1], multiple) if own - size <= most]
+    if multiple is not None and len(sizes) == 1:
+        refused[HIDDEN] = f"no multiple of {multiple} is from {own - most} to {own - 1}"
     removed = [own - size for size in sizes]
     losses = dict(zip(sizes, interpolated(points, removed), strict=True))
     if target.field == "latency":
@@ -145,10 +160,11 @@ def hidden_sizes(
     return HiddenSizes(stream, losses, costs, refused)
 
 
-def _sizes(stream: Stream, least: int) -> list[int]:
+def _sizes(stream: Stream, least: int, multiple: int | None) -> list[int]:
     """The sizes to consider, descending from that of the model to `least` sixteenths of it."""
     own = stream.space.width
-    return list(range(own, own * least // 16 - 1, -max(1, own // STEPS)))
+    start, step = (own, max(1, own // STEPS)) if multiple is None else (own // multiple * multiple, multiple)
+    return list(dict.fromkeys((own, *range(start, own * least // 16 - 1, -step))))
 
 
 def _narrowing(stream: Stream, size: int) -> Narrowing:

@@ -113,7 +113,7 @@ def test_two_of_four_and_four_bits_on_top(name, smaller, tmp_path):
     pruner = MoonshotPruner.from_pretrained(smaller(name)[0], config, dtype="auto")
     report = pruner.prune([{"input_ids": prompts(4, 32)}], progress=False)
     odd = [layer for layer, reason in report.skipped.items() if "45 inputs do not divide into groups" in reason]
-    assert len(odd) == (0 if name == "mixtral" else 2)
+    assert len(odd) == (0 if name in ("mixtral", "qwen3-shrunk") else 2)
     assert {layer.sparsity >= 0.5 for layer in report.layers} == {True}
     pruner.save_pretrained(tmp_path, format="packed")
     assert verify(tmp_path)

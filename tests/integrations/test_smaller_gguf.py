@@ -27,6 +27,9 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 F32, F16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0"))
+LOADED = [
+    "llama", "llama-tied-biased", "qwen2", "qwen3", "mixtral", "llama-blocks", "llama-hidden", "qwen3-shrunk",
+]  # fmt: skip
 FIELDS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -75,7 +78,7 @@ def assert_same(path, folder, tolerance):
         assert result.argmax() == expected.argmax()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen2", "qwen3", "mixtral", "llama-blocks"])
+@pytest.mark.parametrize("name", LOADED)
 def test_llama_cpp_computes_what_torch_computes(name, tmp_path):
     make_smaller(name, tmp_path)
     path, config = convert(tmp_path), hf.AutoConfig.from_pretrained(tmp_path)

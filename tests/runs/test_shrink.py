@@ -83,23 +83,14 @@ def test_hidden_size_and_other_parts_leave_together():
     assert report.chosen.allowed[0] == "hidden size" and report.chosen.removed["hidden size"] == 8
 
 
-def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one():
-    """Where the hidden size alone leaves, the model without it would be its own teacher, at a divergence of 0."""
-    config = dataclasses.replace(CONFIG, recover="distill", recover_steps=4)
-    model = make("llama")
-    pruner, report = shrunk(model=model, config=config, parameters=0.8)
-    (distilled,) = pruner.report.recovery
-    assert report.hidden_size == (16, 12) and report.chosen.allowed == ("hidden size",)
-    assert distilled.name == "model" and 0.01 < distilled.loss_before >= distilled.loss_after
-    assert not model.training and pruner.model.num_parameters() == report.parameters[1]
-
-
-@pytest.mark.parametrize("blockwise", ["blockwise", "gradual"])
-def test_block_wise_recovery_has_nothing_to_tune_where_the_hidden_size_alone_leaves(blockwise):
-    config = dataclasses.replace(CONFIG, recover=blockwise, recover_steps=4)
-    pruner, _ = shrunk(config=config, parameters=0.8)
-    assert not pruner.report.recovery
-    assert any(note.startswith(f"recover='{blockwise}' had nothing to tune") for note in pruner.report.notes)
+def test_the_hidden_size_is_a_multiple():
+    assert shrunk(model=low_rank(), parameters=0.8)[1].hidden_size == (16, 8)
+    pruner, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=12)
+    assert report.hidden_size == (16, 12) and pruner.model.config.hidden_size == 12
+    _, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=32)
+    assert report.hidden_size is None and report.refused["hidden size"] == "no multiple of 32 is from 8 to 15"
+    with pytest.raises(MoonshotError, match="hidden_multiple=0: use a positive integer"):
+        shrunk(parameters=0.8, hidden_multiple=0)
 
 
 @pytest.mark.parametrize(("name", "share"), [("llama", 0.9), ("llama", 0.6), ("gpt2", 0.7)])

@@ -13,6 +13,7 @@ from models import spread
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.depth import remove_blocks
+from optimum_moonshot.rotation.width import reduce_width
 
 EDGE = dict(pad_token_id=2, bos_token_id=0, eos_token_id=1)
 TEXT = dict(
@@ -24,6 +25,8 @@ ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_s
 ONE_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 45}
 STRUCTURED = dict(solver="magnitude", pattern="structured", sparsity=0.5)
 BLOCKS = (0, 2)
+WIDTH = 96  # a smaller hidden size
+SHRINK = dict(parameters=0.5, hidden_multiple=32)
 EXPERTS = dict(solver="osscar", pattern="experts", sparsity=0.25, lam=1, num_samples=4)
 
 
@@ -71,6 +74,16 @@ SMALLER = {
         BLOCKS,
         {"num_hidden_layers": 2, "intermediate_size": 45},
     ),
+    "llama-hidden": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "intermediate_size": 45})),
+        WIDTH,
+        {"hidden_size": WIDTH, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 45},
+    ),
+    "qwen3-shrunk": (
+        lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**GROUPED, head_dim=64, tie_word_embeddings=True)),
+        SHRINK,
+        {"hidden_size": 96, "intermediate_size": 88, "num_attention_heads": 6},
+    ),
 }  # fmt: skip
 
 
@@ -84,6 +97,8 @@ def make_smaller(name, folder):
             parameter.data += 0.1 * torch.randn_like(parameter)
     if settings is BLOCKS:
         source = model = remove_blocks(model, settings)[0]
+    elif settings is WIDTH:
+        source = model = reduce_width(model, settings, batches())[0]
     else:
         source = _pruned(model, settings)
         model = source.model
@@ -96,13 +111,22 @@ def make_smaller(name, folder):
 
 
 def _pruned(model, settings):
+    if settings is SHRINK:
+        config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=4)
+        pruner = MoonshotPruner(model, config)
+        pruner.shrink(batches(), **settings, progress=False)
+        return pruner
     pruner = MoonshotPruner(model, MoonshotConfig(**settings))
     if settings is EXPERTS:
-        pruner.prune([{"input_ids": prompts(4, 32)}], progress=False)
+        pruner.prune(batches(), progress=False)
     else:
         pruner.prune(progress=False)
         pruner.compact()
     return pruner
+
+
+def batches():
+    return [{"input_ids": prompts(4, 32)}]
 
 
 def prompts(samples=2, length=11):
