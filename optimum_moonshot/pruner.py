@@ -15,7 +15,7 @@ from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .config import MoonshotConfig
 from .errors import MoonshotError, require
-from .pipeline.run_context import run_context
+from .pipeline.run_context import check_not_applied, run_context
 from .pipeline.selection import Subject
 from .planning.build_spec import MachineMemory
 from .planning.plan import make_plan
@@ -296,6 +296,8 @@ class MoonshotPruner:
     def applied(self, entry: SweepEntry) -> Iterator[nn.Module]:
         """The model with the weights of a variant of the last sweep, for further measurements; dense again on exit.
 
+        Calls that change or save weights are refused inside of the block.
+
         Raises:
             MoonshotError: as `choose`.
         """
@@ -336,7 +338,7 @@ class MoonshotPruner:
         """Write a variant of the last sweep into the model, such as ``sweep_report.best(sparsity=0.6)``.
 
         Raises:
-            MoonshotError: there is no sweep to choose from, or the entry belongs to another.
+            MoonshotError: there is no sweep to choose from, the entry belongs to another, or a variant is applied.
         """
         swept = self._swept()
         report = swept.choose(entry)
@@ -458,6 +460,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is no longer n:m, or no longer on
                 its grid.
         """
+        check_not_applied(self.model, "to_runtime")
         if PruningRecord.of(self.model) is None:
             self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
@@ -482,6 +485,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 no longer n:m, or no longer on its grid.
         """
+        check_not_applied(self.model, "save_pretrained")
         save_result(self.model, (self.tokenizer, self.processor), self._result(), directory, format, options)
         self._discard_results()
 
@@ -514,6 +518,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the token is refused, the repository contains files, or the
                 connection broke; nothing is published then.
         """
+        check_not_applied(self.model, "push_to_hub")
         processors, repository = (self.tokenizer, self.processor), Repository(repo_id, private, token, exist_ok)
         address = publish(self.model, processors, self._result(), repository, format, commit_message, options)
         self._discard_results()

@@ -24,6 +24,7 @@ from ..results.store import ResultStore
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
 from .inputs import Prepared
+from .run_context import holding_variant
 from .run_report import attach_report
 from .selection import Selection
 
@@ -109,7 +110,8 @@ class Variant:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Meanwhile the model has the results' weights; dense again on exit."""
-        with nullcontext() if self.rotated is None else self.rotated.applied():
+        rotated = nullcontext() if self.rotated is None else self.rotated.applied()
+        with holding_variant(self.model), rotated:
             dense = _swap(self, self.store.weight)
             try:
                 yield

@@ -8,7 +8,7 @@ from ..errors import require
 from ..model.compaction import Compaction, compact_model
 from ..model.model_info import whole_numbers
 from ..objective.patterns import Experts
-from ..pipeline.run_context import PACKED
+from ..pipeline.run_context import PACKED, check_not_applied
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from ..reports.rotation_report import RotationReport
@@ -18,8 +18,9 @@ def compact_pruned(model: Any, report: PruneReport) -> tuple[Any, Compaction]:
     """As `compact_model`, noted in the report and the record; a model with fewer experts is compact already.
 
     Raises:
-        MoonshotError: as `compact_model`, or the model is packed.
+        MoonshotError: as `compact_model`, or the model is packed or has the weights of a variant.
     """
+    check_not_applied(model, "compact")
     if report.config["pattern"] == Experts.kind and report.compaction is not None:
         return model, Compaction.from_dict(report.compaction)
     require(not is_packed(model), PACKED)

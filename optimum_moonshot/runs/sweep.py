@@ -6,8 +6,8 @@ The model takes the weights of each variant only while the metric is measured.
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..model.calls import evaluation_mode
 from ..model.losses import is_causal
 from ..pipeline.calibration_loss import mean_loss, mean_of
 from ..pipeline.inputs import Prepared
+from ..pipeline.run_context import check_not_applied
 from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
@@ -37,23 +38,15 @@ class Sweep:
 
     def __init__(self, solved: Solved, report: SweepReport):
         self.solved, self.report = solved, report
-        self._applied = 0  # contexts that have a variant's weights in the model
 
     def _variant(self, entry: SweepEntry) -> Variant:
         message = "it is not of this sweep; take one of the report's entries"
         require(entry in self.report.entries, message, field="entry", value=entry)
         return self.solved.variants[self.report.entries.index(entry)]
 
-    @contextmanager
-    def applied(self, entry: SweepEntry) -> Iterator[None]:
-        """Give the model the weights of a variant inside the block."""
-        variant = self._variant(entry)
-        self._applied += 1
-        try:
-            with variant.applied():
-                yield
-        finally:
-            self._applied -= 1
+    def applied(self, entry: SweepEntry) -> AbstractContextManager[None]:
+        """A context in which the model has the weights of a variant."""
+        return self._variant(entry).applied()
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write a variant into the model.
@@ -62,7 +55,7 @@ class Sweep:
             MoonshotError: an entry of another sweep, or a call inside of `applied`.
         """
         variant = self._variant(entry)
-        require(not self._applied, "choose: the end of applied() would put the dense weights back; choose after it")
+        check_not_applied(variant.model, "choose")
         variant.commit()
         seconds = {"calibration": entry.seconds - variant.solving, "solver": variant.solving, "total": entry.seconds}
         return variant.report(self.solved.prepared, seconds)

@@ -251,7 +251,7 @@ def test_notes_equal_those_of_a_separate_run():
 
 def test_choosing_while_a_variant_is_applied_is_refused():
     pruner, report = sweep()
-    with pytest.raises(MoonshotError, match="choose after it"), pruner.applied(report.entries[0]):
+    with pytest.raises(MoonshotError, match="call choose after the block"), pruner.applied(report.entries[0]):
         pruner.choose(report.entries[1])
     pruner.choose(report.entries[1])
 
