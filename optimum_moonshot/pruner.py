@@ -355,7 +355,9 @@ class MoonshotPruner:
         Raises:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
-        self.model, compaction = compact_pruned(self.model, self._pruned())
+        if PruningRecord.of(self.model) is None:
+            self._pruned()
+        self.model, compaction = compact_pruned(self.model, self.report)
         return compaction
 
     def reduce_width(

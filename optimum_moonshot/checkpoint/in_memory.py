@@ -67,7 +67,8 @@ def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
             vars(part)["is_quantized"] = packed
             part.config.__dict__.pop("_is_quantized", None)
             for name in ("save_pretrained", "num_parameters"):
-                vars(part).pop(name, None)
+                if getattr(vars(part).get(name), "func", None) in (save_packed, _save_whole, _num_parameters):
+                    del vars(part)[name]
             if packed:
                 part.config.__dict__["_is_quantized"] = True
                 # A partial is copied and pickled with its model; a bound method would refer to the original.

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_choice, check_path, naming, reason, require
+from ..model.source_files import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
@@ -88,6 +89,7 @@ def load_pruned(
     with requested(Request(runtime, frozenset(map(os.path.abspath, files)), inputs)):
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    guard_source(model)
     if not packed:
         _check_zeros(folder, files, model)
     if runtime == "semi_structured" or (not packed and runtime != "dense"):

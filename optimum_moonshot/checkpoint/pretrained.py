@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
-from ..model.source_files import source_files
+from ..model.offload import hold_weights
 from .file_integrity import check_complete
 from .meta_model import PLACES, meta_device_model, model_class, offload_folder, offload_map
 
@@ -63,7 +63,7 @@ def _load(
                 options = {**options, **place, "offload_folder": str(stack.enter_context(offload_folder(folder)))}
             with _without_offload_warning():
                 loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
-            source_files(loaded[0])
+            hold_weights(loaded[0])
             weakref.finalize(loaded[0], stack.pop_all().close)
         return loaded
     except (MoonshotError, OSError):

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import replace_file, staged, writing
 from ..model.offload import is_offloaded
-from ..model.source_files import source_files
+from ..model.source_files import check_not_source
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.rotation_report import RotationReport
@@ -44,9 +44,7 @@ def save_model(
     if isinstance(report, RotationReport):
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     check_path("directory", directory)
-    read = {folder for files in source_files(model) for folder in files.folders}
-    message, hint = "the offloaded weights of the model are read from there", "give another folder"
-    require(Path(directory).resolve() not in read, message, field="directory", value=directory, hint=hint)
+    check_not_source(model, directory, "directory")
     with staged("directory", directory) as staging, to_save(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))

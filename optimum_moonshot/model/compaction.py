@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, Option, Text, reason, require
 from ..progress import without_transformers_bars
 from .calls import (
     close,
@@ -65,10 +65,13 @@ class Compaction:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Compaction":
-        """The inverse of `to_dict`."""
-        config = {name: (before, after) for name, (before, after) in values["config"].items()}
-        before, after = values["parameters"]
-        return cls(config, dict(values["removed"]), dict(values["zeros"]), (before, after))
+        """The inverse of `to_dict`; `MoonshotError` for anything else, as in a damaged config.json."""
+        try:
+            config = {name: (before, after) for name, (before, after) in values["config"].items()}
+            before, after = values["parameters"]
+            return cls(config, dict(values["removed"]), dict(values["zeros"]), (before, after))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise MoonshotError(f"compaction: damaged ({reason(error)})") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_tensor
-from .source_files import SourceFiles, unprefixed
+from .source_files import SourceFiles, copy_from_files, guard_source, unprefixed
 
 Load = Callable[[], Tensor]
 
@@ -62,8 +62,7 @@ class WrittenMap(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         if key in self.written:
             return self.written[key]()
-        with self.files.reading(self.source, key):
-            return self.source[key]
+        return self.files.read(self.source, key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.source)
@@ -104,8 +103,7 @@ class Offloaded:
         self._placeholders: list[Tensor] = []  # the tensors in the slots while offloaded
         self._parameters: list[nn.Parameter | None] = [None] * len(slots)
         for slot in slots:
-            if not isinstance(slot.hook.weights_map, WrittenMap):
-                slot.hook.weights_map = WrittenMap(slot.hook.weights_map)
+            _wrap_map(slot.hook)
 
     @property
     def on_disk(self) -> bool:
@@ -239,6 +237,24 @@ def hooked(module: nn.Module) -> list[Any]:
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     return [each for each in hooks if getattr(each, "offload", False) or getattr(each, "weights_map", None) is not None]
+
+
+def _wrap_map(hook: Any) -> None:
+    if not isinstance(hook.weights_map, WrittenMap):
+        hook.weights_map = WrittenMap(hook.weights_map)
+
+
+def hold_weights(model: nn.Module) -> None:
+    """Make a model that was loaded just before independent of its files, or check these at every read of a weight.
+
+    The latter are those of offloaded weights, which `save_pretrained` does not overwrite.
+    """
+    copy_from_files(model)
+    for module in model.modules():
+        for hook in hooked(module):
+            if hook.weights_map is not None:
+                _wrap_map(hook)
+    guard_source(model)
 
 
 @contextmanager

@@ -24,6 +24,19 @@ LEARNED_BYTES = 4 * 7
 SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 
 
+def rotation_run(run: RunSpec) -> RunSpec:
+    """The pass of a rotation over the dense model."""
+    selection = run.selection.of_the_dense_model(0.5 if run.selection.rotates_by_gradients else 1.0)
+    return dataclasses.replace(run, selection=selection, kind=GramStatistics)
+
+
+def allocation_run(run: RunSpec) -> RunSpec:
+    """The pass of a Fisher allocation over the dense model: part of the samples, always with gradients."""
+    count, selection = sampled_count(run.samples), run.selection.of_the_dense_model(lam=0.0)
+    sizes = tuple(min(run.batch, count - done) for done in range(0, count, run.batch))
+    return dataclasses.replace(run, selection=selection, samples=sum(sizes), sizes=sizes, kind=SampledRows)
+
+
 def rotation(trace: MemoryTrace, model: nn.Module) -> None:
     """One pass over the data, which leaves an inverse for each group of layers with the same inputs.
 
@@ -47,9 +60,8 @@ def rotation(trace: MemoryTrace, model: nn.Module) -> None:
             size = 4 * d_in * (d_in if d_in == width else max(1, d_in // heads))
             inverses.append(trace.allocate("inverses", size, layer.name))
 
-    dense_selection = selection.of_the_dense_model(0.5 if selection.rotates_by_gradients else 1.0)
-    inner = dataclasses.replace(run, selection=dense_selection, kind=GramStatistics)
-    count_blocks(dataclasses.replace(trace, run=inner), "rotation", solves=False, whole=True, done=allocate_inverses)
+    passing = dataclasses.replace(trace, run=rotation_run(run))
+    count_blocks(passing, "rotation", solves=False, whole=True, done=allocate_inverses)
     largest = max(layer.shape[0] * layer.shape[1] // layer.groups for layer in selection.layers)
     trace.snapshot("rotation", "learning", learning=LEARNED_BYTES * largest + 24 * width**2)
     for inverse in inverses:
@@ -69,11 +81,8 @@ class GramStatistics(StatisticsSpec):
 
 def allocation(trace: MemoryTrace) -> None:
     """Fisher allocation: a pass of some samples, and eight solutions of some rows of every matrix."""
-    run, largest_batch, count = trace.run, trace.run.batch, sampled_count(trace.run.samples)
-    sizes = tuple(min(largest_batch, count - done) for done in range(0, count, largest_batch))
-    dense_selection = run.selection.of_the_dense_model(lam=0.0)
-    inner = dataclasses.replace(run, selection=dense_selection, samples=sum(sizes), sizes=sizes, kind=SampledRows)
-    count_blocks(dataclasses.replace(trace, run=inner), "allocation", solves=False)
+    run = trace.run
+    count_blocks(dataclasses.replace(trace, run=allocation_run(run)), "allocation", solves=False)
     largest = max(run.selection.layers, key=lambda layer: layer.shape[0] * layer.shape[1] // layer.groups)
     rows = len(range(*sampled_rows(largest).indices(largest.shape[0])))
     rows *= len(trial_patterns(run.selection.patterns[largest.name]))

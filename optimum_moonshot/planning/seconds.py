@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..allocation.loss_curves import sampled_count
 from ..data.text import CalibrationData
 from ..devices import wait_for
 from ..model.calls import frozen, model_device
@@ -18,6 +17,7 @@ from ..pipeline.selection import Selection, Subject, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..rotation.permutation_search import search_products
 from .memory import Visit
+from .phases import allocation_run, rotation_run
 from .probe import Timing, pass_seconds, total
 from .run_spec import RunSpec, module_bytes, pattern_of
 from .solver import clock, curve_seconds, solving_seconds
@@ -30,12 +30,17 @@ LEARNING_PRODUCTS = 6
 ROTATION_READS = 18
 
 
+# The passes of the phases before a run.
+_BEFORE = {"rotation": rotation_run, "allocation": allocation_run}
+
+
 @dataclasses.dataclass(frozen=True)
 class Seconds:
     """The measured seconds of one sample of full length, from which those of a run follow."""
 
     run: RunSpec
     passes: Timing
+    before: dict[str, Timing]  # by phase before the run, where that needs gradients and the run none, or vice versa
     solving: dict[str, float]  # by layer
     curves: dict[str, float]  # by layer, of an allocation; empty without one
     product: float  # of one floating-point operation in a matrix product; 0 without a rotation
@@ -64,13 +69,14 @@ class Seconds:
         """Seconds by phase, and their total."""
         run, config, layers = self.run, self.run.selection.config, self.run.selection.layers
         capture, blocks_once = self.passes["capture", ""], total(self.passes, "observed")
+        once = {phase: total(self.before.get(phase, self.passes), "capture", "observed") for phase in _BEFORE}
         seconds = {}
         if config.rotation is not None:
             products = ordering_products(run.selection) + learning_products(run.selection)
-            seconds["rotation"] = (capture + blocks_once) * run.samples + products * self.product
+            seconds["rotation"] = once["rotation"] * run.samples + products * self.product
         if config.allocation == "fisher":
             curves = sum(self.curves.values())
-            seconds["allocation"] = (capture + blocks_once) * sampled_count(run.samples) + curves
+            seconds["allocation"] = once["allocation"] * allocation_run(run).samples + curves
         solving = sum(self.solving[layer.name] for layer in layers)
         passes = sum(map(self.of_block, visits)) - solving
         seconds["calibration"] = self.ready + capture * run.samples * len(run.sequential) + passes
@@ -146,16 +152,22 @@ def measure(subject: Subject, run: RunSpec, data: CalibrationData, ready: float)
     random = torch.random.get_rng_state()
     try:
         with frozen(subject.model):
-            passes = pass_seconds(subject, run, data.batches[0])
+            passes, before, gradients = pass_seconds(subject, run, data.batches[0]), {}, run.selection.needs_gradients
+            config = run.selection.config
+            planned = {"rotation": config.rotation is not None, "allocation": config.allocation == "fisher"}
+            for phase in (phase for phase in _BEFORE if planned[phase]):
+                other = _BEFORE[phase](run)
+                if other.selection.needs_gradients != gradients:
+                    before[phase] = pass_seconds(subject, other, data.batches[0])
             onloading, checks = (0.0, 0.0) if run.offloaded is None else _onloading_seconds(run.sequential[0])
             solving, product = solving_seconds(run), 0.0
-            curves = curve_seconds(run) if run.selection.config.allocation == "fisher" else {}
-            if run.selection.config.rotation is not None:
+            curves = curve_seconds(run) if planned["allocation"] else {}
+            if planned["rotation"]:
                 matrix = torch.ones(512, 512, device=run.device)
                 started = clock(run.device)
                 for _ in range(4):
                     matrix @ matrix
                 product = (clock(run.device) - started) / (4 * 512**3)
-            return Seconds(run, passes, solving, curves, product, ready + checks, onloading)
+            return Seconds(run, passes, before, solving, curves, product, ready + checks, onloading)
     finally:
         torch.random.set_rng_state(random)

@@ -14,27 +14,30 @@ from ..reports.record import PruningRecord
 from ..reports.rotation_report import RotationReport
 
 
-def compact_pruned(model: Any, report: PruneReport) -> tuple[Any, Compaction]:
-    """As `compact_model`, noted in the report and the record; a model with fewer experts is compact already.
+def compact_pruned(model: Any, report: PruneReport | None) -> tuple[Any, Compaction]:
+    """As `compact_model`, noted in the record and in the report, if any; with fewer experts it is compact already.
 
     Raises:
         MoonshotError: as `compact_model`, or the model is packed or has the weights of a variant.
     """
     check_not_applied(model, "compact")
-    if report.config["pattern"] == Experts.kind and report.compaction is not None:
-        return model, Compaction.from_dict(report.compaction)
+    record = PruningRecord.of(model)
+    if record is not None and record.config["pattern"] == Experts.kind and record.compaction is not None:
+        return model, Compaction.from_dict(record.compaction)
     require(not is_packed(model), PACKED)
-    declared = {name for name, _ in whole_numbers(model.config)}
-    model, compaction = compact_model(model)
-    dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(model)
-    report.compaction = compaction.to_dict()
-    report.notes += [
-        f"{type(model.config).__name__} does not declare {name}, which transformers reads: programs that compute it "
-        "from the number of heads cannot load the smaller model; `ignore` the layers that read heads to keep them all"
-        for name in compaction.config
-        if name not in declared
-    ]
-    return model, compaction
+    small, compaction = compact_model(model)
+    dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(small)
+    if report is not None:
+        declared = {name for name, _ in whole_numbers(model.config)}
+        report.compaction = compaction.to_dict()
+        report.notes += [
+            f"{type(model.config).__name__} does not declare {name}, which transformers reads: programs that compute "
+            "it from the number of heads cannot load the smaller model; `ignore` the layers that read heads to keep "
+            "them all"
+            for name in compaction.config
+            if name not in declared
+        ]
+    return small, compaction
 
 
 def note_rotation(model: Any, report: PruneReport, rotation: RotationReport) -> None:

@@ -9,7 +9,15 @@ import transformers as hf
 from huggingface_hub import ModelCard
 from models import CAUSAL, EDGE, ENCODERS, GROUPED, PATCHED, TEXT, image_batches, make, spread, token_batches
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, compact_model
+from optimum_moonshot import (
+    Compaction,
+    MoonshotConfig,
+    MoonshotError,
+    MoonshotPruner,
+    PruneReport,
+    compact_model,
+    load_pruned,
+)
 from optimum_moonshot.model import compaction as compact_module
 from optimum_moonshot.model.structured_groups import find_structured_groups
 
@@ -280,6 +288,31 @@ def test_prune_compact_save_and_load(tmp_path):
     again = MoonshotPruner(loaded, MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5))
     again.prune(progress=False)
     assert again.compact().config["intermediate_size"] == (12, 6)
+
+
+@pytest.mark.parametrize("values", [{}, {"config": 1, "parameters": [2, 1], "removed": {}, "zeros": {}}])
+def test_a_damaged_compaction_is_an_error(values):
+    with pytest.raises(MoonshotError, match="compaction: damaged"):
+        Compaction.from_dict(values)
+
+
+def test_a_reloaded_model_compacts_without_a_report(tmp_path):
+    config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5)
+    pruner = MoonshotPruner(make("llama"), config)
+    pruner.prune(progress=False)
+    pruner.save_pretrained(tmp_path / "pruned")
+    pruner.compact()
+    again = MoonshotPruner(load_pruned(tmp_path / "pruned"), config)
+    done = again.compact()
+    assert done.config == {"intermediate_size": (24, 12), **GROUPED_HEADS} and again.report is None
+    assert again.model.config.moonshot["compaction"] == done.to_dict()
+    again.model.save_pretrained(tmp_path / "compact")
+    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "compact")
+    assert torch.equal(logits(loaded, inputs_of(loaded)), logits(pruner.model, inputs_of(loaded)))
+    with pytest.raises(MoonshotError, match="model is a ConvNet; pass a PreTrainedModel"):
+        plain = MoonshotPruner(make("convnet"), MoonshotConfig(solver="magnitude", sparsity=0.5))
+        plain.prune(progress=False)
+        plain.compact()
 
 
 @pytest.mark.parametrize(

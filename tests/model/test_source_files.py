@@ -1,9 +1,9 @@
 """Files of offloaded weights that change, disappear or are overwritten while the model is in use; temporary folders."""
 
 import gc
+import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make, token_batches
+import transformers
+from changed_files import overwrite
+from models import make, spread, token_batches
 from offloaded_models import offloaded
 
 from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.model.layers import find_blocks
+from optimum_moonshot.model.offload import weights_of
 
 IDS = torch.arange(10)[None]
 
@@ -32,33 +36,71 @@ def llama(tmp_path):
     return tmp_path / "dense"
 
 
-def replace(path):
-    shutil.copy(path, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)
+@pytest.fixture(scope="module", params=["llama", pytest.param("llama-tied-biased", marks=pytest.mark.slow)])
+def files(request, tmp_path_factory):
+    """A checkpoint in which the embeddings have a file of their own, and the decoder layers another."""
+    folder = tmp_path_factory.mktemp("files")
+    config = make(request.param).config
+    config.vocab_size = 960
+    torch.manual_seed(0)
+    spread(transformers.LlamaForCausalLM(config)).save_pretrained(folder, max_shard_size="60KB")
+    return folder
 
 
-def overwrite(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:-4] + b"\0\0\0\0")
+@pytest.mark.parametrize("offload", [pytest.param("", marks=pytest.mark.slow), "disk"])
+def test_files_that_changed_after_loading_are_refused_or_make_no_difference(offload, files):
+    script = str(Path(__file__).parents[1] / "support" / "changed_files.py")
+    arguments = [sys.executable, script, str(files), *([offload] if offload else [])]
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, **paths})
+    assert done.returncode == 0, done.stderr[-2000:]
+    outcomes = json.loads(done.stdout)
+    expected = outcomes[0]["results"]
+    refused = {outcome["file"] for outcome in outcomes if outcome["results"] == ["refused", "refused"]}
+    for outcome in outcomes:
+        refuse = outcome["file"] in refused and outcome["change"] != "none"
+        assert outcome["exit"] == 0 and outcome["results"] == (["refused"] * 2 if refuse else expected), outcome
+    weights = json.loads((files / "model.safetensors.index.json").read_text())["weight_map"]
+    assert refused == ({file for name, file in weights.items() if ".layers." in name} if offload else set())
+    assert weights["model.embed_tokens.weight"] not in refused
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.parametrize("change", [replace, overwrite, truncate, Path.unlink])
-def test_files_that_changed_after_loading_are_refused(change, llama, tmp_path):
+def test_a_file_that_is_overwritten_inside_the_context_leaves_the_weights(llama):
     pruner = offloaded(llama)
-    expected = pruner.model(IDS).logits
-    shutil.copytree(llama, tmp_path / "before")
-    change(sorted(llama.glob("*.safetensors"))[2])
-    message = "is gone" if change is Path.unlink else "has changed"
-    with pytest.raises(MoonshotError, match=rf"safetensors {message} since the model was loaded.*load the model again"):
+    _, module = find_blocks(pruner.model)[1]
+    with weights_of(pruner.model, module).onloaded():
+        before = {name: tensor.clone() for name, tensor in module.named_parameters()}
+        for path in llama.glob("*.safetensors"):
+            overwrite(path)
+        assert all(tensor.any() and torch.equal(tensor, before[name]) for name, tensor in module.named_parameters())
+
+
+def test_tied_weights_of_accelerate_have_the_addresses_of_the_copies(tmp_path):
+    make("llama-tied-biased").save_pretrained(tmp_path / "dense")
+    model = offloaded(tmp_path / "dense").model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tied = model.model.layers[0].mlp.up_proj._hf_hook.tied_params_map
+    assert {address: list(places.values())[0] is model.lm_head.weight for address, places in tied.items()} == {
+        model.lm_head.weight.data_ptr(): True
+    }
+
+
+@pytest.mark.parametrize("part", ["", "model"])
+@pytest.mark.parametrize("runtime", [False, True])
+def test_save_pretrained_of_an_offloaded_model_keeps_its_files(llama, tmp_path, part, runtime):
+    pruner = offloaded(llama)
+    if runtime:
         pruner.prune(token_batches(), progress=False)
-    assert pruner.report is None
-    if change is not replace:  # the same bytes in a new file
-        again = offloaded(tmp_path / "before")
-        assert torch.equal(again.model(IDS).logits, expected)
+        pruner.to_runtime("packed")
+    before = {path.name: path.read_bytes() for path in llama.iterdir()}
+    model = pruner.model.get_submodule(part)
+    with pytest.raises(MoonshotError, match="save_directory=.*weights.* are read from there; give another folder"):
+        model.save_pretrained(llama)
+    assert {path.name: path.read_bytes() for path in llama.iterdir()} == before
+    if not part:  # transformers does not save a part of an offloaded model
+        model.save_pretrained(tmp_path / "other")
+        loaded = type(model).from_pretrained(tmp_path / "other")
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
 def test_offloaded_loads_do_not_warn_of_the_meta_device(llama, caplog):

@@ -11,6 +11,7 @@ from models import GROUPED, make, token_batches
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.allocation.loss_curves import sampled_count
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.layers import find_blocks
@@ -329,3 +330,23 @@ def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
         pruner.prune(batches, progress=False)
     recovery = max(each.total("cpu") for each in plan.snapshots if each.phase == "recovery")
     assert 0.85 < (recovery - most(plan, "allocator")) / live.peak < 1.2, (recovery, live.peak)
+
+
+@pytest.mark.parametrize(
+    ("phase", "gradients", "fields"),
+    [
+        ("allocation", True, {"allocation": "fisher", "lam": 1}),
+        ("allocation", True, {"allocation": "fisher", "lam": 0.5}),
+        ("rotation", True, {"rotation": "learned", "rotation_weights": "fisher", "rotation_steps": 1, "lam": 1}),
+        ("rotation", False, {"rotation": "learned", "rotation_weights": "equal", "rotation_steps": 1, "lam": 0.5}),
+    ],
+)
+def test_the_passes_before_a_run_are_timed_with_gradients_where_they_need_them(monkeypatch, phase, gradients, fields):
+    def timed(_, run, __):
+        return {("capture", ""): 1000.0 if run.selection.needs_gradients else 1.0, ("model", ""): 0.0}
+
+    monkeypatch.setattr("optimum_moonshot.planning.seconds.pass_seconds", timed)
+    config = MoonshotConfig(solver="wanda", sparsity=0.5, num_samples=6, sequence_length=12, batch_size=2, **fields)
+    plan = MoonshotPruner(make("llama"), config).plan(token_batches())
+    count = sampled_count(6) if phase == "allocation" else 6
+    assert plan.seconds[phase] == pytest.approx(count * (1000 if gradients else 1), rel=0.05, abs=1.5)
