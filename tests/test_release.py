@@ -2,6 +2,8 @@
 
 import configparser
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,24 @@ def test_all_has_the_extras_of_users_that_fit_into_one_environment():
     extras = SETTINGS["options.extras_require"]
     assert extras["all"].strip() == "optimum-moonshot[peft,eval,vision]"
     assert {"peft", "eval", "vision", "vllm"} < set(extras)
+
+
+USUAL = [name for name in SETTINGS["options.extras_require"] if name != "vllm"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extras", "constraints"),
+    [(USUAL, ["-c", "constraints.txt"]), (["vllm"], [])],  # vLLM requires an older transformers
+    ids=["usual", "vllm"],
+)
+def test_the_extras_resolve(extras, constraints):
+    requirement = f".[{','.join(extras)}]"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", requirement, *constraints]
+    resolved = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    if re.search("NewConnectionError|NameResolutionError", resolved.stderr):
+        pytest.skip("no network")
+    assert resolved.returncode == 0, resolved.stderr[-2000:]
 
 
 def test_nothing_is_published_that_was_not_built_and_tested():
