@@ -22,7 +22,7 @@ test-oldest: .venv-oldest/.installed
 # Packed checkpoints in vLLM's CPU build.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -q tests/integrations/test_vllm.py tests/integrations/test_packed_stream.py \
-		tests/integrations/test_smaller_vllm.py
+		tests/integrations/test_smaller_vllm.py tests/integrations/test_vllm_server.py
 
 # Smaller models in llama.cpp.
 test-gguf: .venv/llama.cpp

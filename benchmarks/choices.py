@@ -70,7 +70,7 @@ TABLE = {
         Choice("0.6, 4", "recovered"),
         "[quantize](docs/quantization.md)",
     ),
-    "the fewest bytes": (
+    "about 2 bits per weight": (
         'recipe(0.8, "recovered", bits=4)',
         Choice("0.8, 4", "recovered"),
         "[quantize](docs/quantization.md)",

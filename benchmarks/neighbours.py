@@ -3,7 +3,9 @@
 The demo model, or a small random one, is pruned by magnitude; a check fails unless the neighbour computes with the
 pruned weights, and keeps their zeros where it changes weights. Install the packages beside this one first.
 
-Usage: python benchmarks/neighbours.py [NAME …]    writes results/neighbours.json
+Usage: python benchmarks/neighbours.py [NAME …]    writes results/neighbours.json; without a NAME, all of them
+
+prints the table of docs/compatibility.md. One file has the results of several environments.
 """
 
 import json
@@ -191,10 +193,26 @@ def check(name: str) -> dict:
         return {"version": version, "works": False, "result": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
+# Names that differ from those of the distributions.
+NAMES = {"trl": "TRL", "peft": "PEFT", "lm_eval": "lm-eval", "llmcompressor": "llm-compressor"}
+
+
+def table(results: dict) -> str:
+    """Markdown: the checks, with the versions of torch and transformers in their environment."""
+    lines = ["| package | version | torch | transformers | checked |", "|---|---|---|---|---|"]
+    for name, row in results.items():
+        checked = row["result"] if row.get("works") else f"fails: {row['result']}"
+        environment = row["environment"]
+        torch_version = environment["torch"].partition("+")[0]
+        cells = NAMES.get(name, name), row["version"], torch_version, environment["transformers"], checked
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("names", nargs="*", default=list(CHECKS), help="distributions")
-    path = RESULTS / "neighbours.json"  # one file for several environments
+    path = RESULTS / "neighbours.json"
     results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
     for name in options.parse_args().names:
         torch.manual_seed(0)
@@ -202,6 +220,7 @@ def main() -> None:
         results[name] = {**check(name), "environment": shared}
         print(name, results[name], flush=True)
     write("neighbours", results)
+    print(table(results))
 
 
 if __name__ == "__main__":

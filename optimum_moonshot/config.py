@@ -33,10 +33,7 @@ class MoonshotConfig:
     """The settings of a pruning run.
 
     Args:
-        solver: "sparsegpt", "alps", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
-            "magnitude" only select them. For whole experts: "osscar" minimizes both objectives, "reap" and "frequency"
-            rank by the criteria of these names. Or the name of a solver registered with `register_solver`, or by an
-            installed package through an entry point in the group `optimum_moonshot.solvers`.
+        [Target]
         pattern: "unstructured"; "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs; "structured", which
             removes whole input columns; or "experts", which removes whole experts of every mixture, so that the model
             is smaller at once. With allocation="fisher" also "n:4" (or any m, with the letter n): each layer gets 1:4,
@@ -47,13 +44,35 @@ class MoonshotConfig:
         bits: 8, 4 or 3 also rounds the surviving weights to a symmetric grid of 2^bits - 1 values, by the same
             objective: SparseGPT while it prunes, other solvers afterwards. ``MoonshotConfig(bits=4)``, without a
             pattern or a sparsity, quantizes a dense model. None does not.
+        bits_per_weight: as `target_bytes`, by the mean number of bits per weight of the pruned layers.
         target_bytes: bytes (or "500MB") of the packed checkpoint of the whole model, in place of a sparsity: with
             allocation="fisher" each matrix gets the sparsity, and unless `bits` are given also the bits of its
             survivors (8, 4, 3 or those of the model's dtype), that cost the model least. None sets no such target.
-        bits_per_weight: as `target_bytes`, by the mean number of bits per weight of the pruned layers.
-        quant_group: consecutive inputs of a row that share one scale of the grid, a multiple of 64.
+        targets: regular expressions searched for in module names; None prunes every Linear and Conv2d of the repeated
+            layers (decoder or encoder layers, stages). Embeddings, patch embeddings, stems and heads are pruned only if
+            an expression matches them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
+            but the first and the last layer.
+        ignore: regular expressions searched for in the names of modules that stay dense.
         group_size: consecutive columns that are removed together; pattern="structured" only. In a model these are
             neurons, so that widths remain multiples of it; attention heads are always removed whole.
+        quant_group: consecutive inputs of a row that share one scale of the grid, a multiple of 64.
+        [Quality]
+        solver: "sparsegpt", "alps", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
+            "magnitude" only select them. For whole experts: "osscar" minimizes both objectives, "reap" and "frequency"
+            rank by the criteria of these names. Or the name of a solver registered with `register_solver`, or by an
+            installed package through an entry point in the group `optimum_moonshot.solvers`.
+        lam: λ in [0, 1], the weight of the reconstruction term; the Fisher loss has 1 - λ. None is the paper's default:
+            0.9 for language models, 0.5 for vision. 1 is the single-objective method, without a backward pass.
+        rotation: "learned" changes the basis of the residual stream and of the attention heads before pruning, by
+            orthogonal matrices that preserve the function of the model, are learned to reduce the loss of pruning, and
+            are merged into the weights. "heads" keeps the residual stream, and so tied embeddings. None does neither.
+            Both also compute a channel permutation for n:m and, for patterns with a sparsity, scale rows to units of
+            the loss.
+        recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
+            without labels, to reproduce its dense output. "gradual" also prunes the layer once more, in six stages,
+            each from the weights and inputs of the previous one. "distill" trains all parameters of the model together
+            to reproduce the dense model's predictions. None does none of these. Zeros stay zeros. A decoder layer that
+            loses neurons, heads or experts has all of its parameters tuned; experts are not removed in stages.
         allocation: how the sparsity budget is divided between layers. "uniform"; "fisher", which assigns every weight
             matrix, and every expert, the sparsity that minimizes the Fisher loss of the whole model; "owl" or "alpha",
             which assign one sparsity per decoder layer. All preserve the total `sparsity` of an unstructured pattern.
@@ -62,64 +81,50 @@ class MoonshotConfig:
             blocks. Or a dict of layer → sparsity or "n:m", whose keys are names of layers, or regular expressions
             searched for in them: the entry with the layer's name applies, else the first matching expression, else
             `pattern` and `sparsity`.
-        owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 in OWL (arXiv 2310.05175) and the paper.
-        owl_lambda: OWL's λ: densities vary by 2λ. 0.08, as above.
-        alpha_tau: AlphaPruning's τ: sparsities are proportional to 1 - τ … 1 + τ. 0.1, the paper's value for
-            Llama-3.2-3B (0.05 for the 1B).
         recompute: the paper's "++": block by block, statistics on the already pruned blocks before it. At λ = 1 every
             block runs once more; at λ < 1 the calibration passes grow with the square of the number of blocks.
+        fisher: "all" applies both objectives to every pruned layer; "attention" only to the attention's (the paper's
+            setting for language models), and λ = 1 to the others.
         expert_tokens: the inputs in the Gram matrix of an expert: "routed", the tokens that the router sends to it, or
             "all" tokens. Gradients always follow the model's routing.
         under_calibrated_experts: the statistics of an expert with fewer tokens than one per four inputs: "all" tokens,
             "magnitude", or "routed", the few that it has. The report lists these experts.
-        lam: λ in [0, 1], the weight of the reconstruction term; the Fisher loss has 1 - λ. None is the paper's default:
-            0.9 for language models, 0.5 for vision. 1 is the single-objective method, without a backward pass.
-        fisher: "all" applies both objectives to every pruned layer; "attention" only to the attention's (the paper's
-            setting for language models), and λ = 1 to the others.
+        [Data]
+        calibration: the default data of `MoonshotPruner.prune`, also for pruning while loading:
+            ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))``. Excluded from `to_dict`
+            and from comparison.
+        num_samples: the exact number of calibration samples N; fewer in the data are an error.
+        sequence_length: tokens per sample; None is the model's longest, at most 2048.
+        seed: of the sampling of calibration data. Equal seeds give bit-identical models.
+        [Cost]
+        batch_size: samples per forward pass of a layer. It changes memory and speed, not the result.
+        max_memory: bytes (or "8GiB") for statistics and caches on the model's device; the rest is stored in host
+            memory. None is 60% of the free memory at the start. The run reduces it after an out-of-memory error.
+        offload_dir: a folder for caches that exceed host memory; its files are removed at the end.
+        [Hyperparameters]
+        solver_options: the solver's hyperparameters, name → value; the others have its defaults. `damping` and
+            `block_size` may be given here as well, and are moved to their fields.
         damping: fraction of the mean diagonal added to a Hessian before it is factored, in (0, 1]. It grows tenfold, up
             to 1, for a layer that cannot be factored otherwise; the report notes it. None is the solver's default
             (0.01), which the field has afterwards. No effect on a solver without damping, such as Wanda.
         block_size: SparseGPT: columns pruned together, with all rows as their comparison group (128). CAP: the largest
             number of inputs of a row with a joint quadratic (192). None is the solver's default; without effect as
             above.
-        solver_options: the solver's hyperparameters, name → value; the others have its defaults. `damping` and
-            `block_size` may be given here as well, and are moved to their fields.
-        targets: regular expressions searched for in module names; None prunes every Linear and Conv2d of the repeated
-            layers (decoder or encoder layers, stages). Embeddings, patch embeddings, stems and heads are pruned only if
-            an expression matches them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
-            but the first and the last layer.
-        ignore: regular expressions searched for in the names of modules that stay dense.
-        num_samples: the exact number of calibration samples N; fewer in the data are an error.
-        sequence_length: tokens per sample; None is the model's longest, at most 2048.
-        batch_size: samples per forward pass of a layer. It changes memory and speed, not the result.
-        seed: of the sampling of calibration data. Equal seeds give bit-identical models.
-        max_memory: bytes (or "8GiB") for statistics and caches on the model's device; the rest is stored in host
-            memory. None is 60% of the free memory at the start. The run reduces it after an out-of-memory error.
-        offload_dir: a folder for caches that exceed host memory; its files are removed at the end.
-        recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
-            without labels, to reproduce its dense output. "gradual" also prunes the layer once more, in six stages,
-            each from the weights and inputs of the previous one. "distill" trains all parameters of the model together
-            to reproduce the dense model's predictions. None does none of these. Zeros stay zeros. A decoder layer that
-            loses neurons, heads or experts has all of its parameters tuned; experts are not removed in stages.
         recover_steps: maximum optimizer steps per decoder layer, or of the whole model, 8 samples each, with early
             stopping. "gradual" takes a tenth of them after each of its first five stages, the others after the last.
             None is 150, for "distill" 300.
         recover_lr: initial learning rate of these steps, as a fraction of the root mean square of a parameter's
             surviving weights, with cosine decay to 0. None is 0.05, for "distill" 0.003.
-        rotation: "learned" changes the basis of the residual stream and of the attention heads before pruning, by
-            orthogonal matrices that preserve the function of the model, are learned to reduce the loss of pruning, and
-            are merged into the weights. "heads" keeps the residual stream, and so tied embeddings. None does neither.
-            Both also compute a channel permutation for n:m and, for patterns with a sparsity, scale rows to units of
-            the loss.
         rotation_weights: "fisher" weights every matrix in the rotation's objective by its absolute Fisher loss, which
             takes one backward pass of the data, also at λ = 1; "equal" weights all equally, and does not scale rows.
         rotation_steps: maximum optimizer steps, with early stopping.
         rotation_lr: initial learning rate of these steps, in radians, with cosine decay to 0.
         rotation_rows: rows (or columns) of each matrix in the rotation's objective, where its rotations allow; fewer
             are faster on wide models. None is all.
-        calibration: the default data of `MoonshotPruner.prune`, also for pruning while loading:
-            ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))``. Excluded from `to_dict`
-            and from comparison.
+        owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 in OWL (arXiv 2310.05175) and the paper.
+        owl_lambda: OWL's λ: densities vary by 2λ. 0.08, as above.
+        alpha_tau: AlphaPruning's τ: sparsities are proportional to 1 - τ … 1 + τ. 0.1, the paper's value for
+            Llama-3.2-3B (0.05 for the 1B).
 
     Raises:
         MoonshotError: a value of the wrong type or out of range, or two contradictory values.

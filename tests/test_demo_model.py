@@ -53,13 +53,15 @@ def test_recovery_repairs_most_of_the_damage():
 @pytest.mark.slow
 def test_the_demo_prints_the_table_of_the_readme_and_saves_its_models(tmp_path, capsys):
     runpy.run_path(str(ROOT / "examples" / "prune_demo.py"))["main"](str(tmp_path))
-    printed = capsys.readouterr().out.splitlines()[1:5]
+    lines = capsys.readouterr().out.splitlines()
+    printed, total = lines[1:5], lines[6]
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     start = readme.index(next(line for line in readme if line.startswith("dense  ")))
     for line, shown in zip(printed, readme[start : start + 4], strict=True):
         name, value, size = re.match(r"(.{20})\s+([\d.]+)\s+([\d.]+)", line).groups()
         assert shown.startswith(name) and f" {size}" in shown
         assert float(value) == pytest.approx(float(shown[20:].split()[0]), abs=0.3)
+    assert re.sub(r"\d+", "…", total) == re.sub(r"\d+", "…", readme[start + 5])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "sparsegpt")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, module in model.model.layers.named_modules():

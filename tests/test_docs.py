@@ -191,6 +191,14 @@ def test_the_coverage_of_architectures_is_the_measured_one():
     assert architectures.table(results) in read("docs/architectures.md")
 
 
+def test_the_neighbours_are_the_checked_ones():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import neighbours
+
+    results = json.loads((ROOT / "benchmarks/results/neighbours.json").read_text(encoding="utf-8"))["results"]
+    assert results.keys() == neighbours.CHECKS.keys() and neighbours.table(results) in read("docs/compatibility.md")
+
+
 def test_the_tables_of_the_mixture_are_the_measured_ones():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import experts

@@ -114,14 +114,21 @@ def test_the_notebook_that_serves(demo, capsys, monkeypatch):
     assert rows["packed"][1] < rows["dense"][1] and printed.endswith("vLLM is not installed\n")
 
 
-def test_the_first_cell_installs_the_package_with_packages_that_match_torch(monkeypatch, capsys):
+@pytest.mark.parametrize(("beside", "source"), [(True, ".."), (False, "optimum-moonshot")])
+def test_the_first_cell_installs_the_package_with_packages_that_match_torch(
+    beside, source, monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "examples").mkdir()
+    monkeypatch.chdir(tmp_path / "examples")
+    if beside:
+        (tmp_path / "setup.cfg").touch()
     cell = cells_of("prune")[0]
     assert cells_of("serve")[0] == cell
     installed, commands = {"torchvision"}, []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     exec(cell, {})
-    assert commands == [[sys.executable, "-m", "pip", "install", "-q", "optimum-moonshot", "torchvision"]]
+    assert commands == [[sys.executable, "-m", "pip", "install", "-q", source, "torchvision"]]
     installed.add("optimum_moonshot")
     exec(cell, {})
     assert len(commands) == 1 and capsys.readouterr().out.count(f"torch {torch.__version__} on ") == 2

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
 # Every field of MoonshotConfig by purpose, the most used first: the order of the help and of the reference.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "What to remove": (
+    "Target": (
         *("pattern", "sparsity", "bits", "bits_per_weight", "target_bytes", "targets", "ignore", "group_size"),
         "quant_group",
     ),
@@ -156,7 +156,7 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
     """Add `--import`, and one option per field of MoonshotConfig, except those `without` one."""
     for title, names in GROUPS.items():
         group = parser.add_argument_group(f"method: {title.lower()}")
-        if not without and title == "What to remove":
+        if not without and title == "Target":
             _add_recipe_option(group)
         for name in names:
             if name in CONFIG_OPTIONS and name not in without:

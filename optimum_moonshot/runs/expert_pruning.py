@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import require
+from ..errors import Option, Text, require
 from ..model.calls import frozen
 from ..model.compaction import Compaction
 from ..model.expert_removal import ExpertRemoval
@@ -83,7 +83,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _plan(prepared: Prepared) -> ExpertRemoval:
-    message = "what an expert contributes is measured on data; give some"
+    message = Text("{} needs data", Option("pattern", "experts"))
     require(prepared.data is not None, message, field="calibration", value=None)
     pattern = prepared.selection.config.parsed_pattern
     assert isinstance(pattern, Experts)

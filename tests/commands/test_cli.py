@@ -40,6 +40,9 @@ def test_every_field_has_an_option():
 def test_every_field_is_in_one_group():
     grouped = [name for names in method_options.GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(field.name for field in dataclasses.fields(MoonshotConfig))
+    documented = re.findall(r"^ {8}(?:\[(\w+)\]|(\w+): )", MoonshotConfig.__doc__.partition("Raises:")[0], re.M)
+    groups = method_options.GROUPS.items()
+    assert documented == [line for title, names in groups for line in ((title, ""), *(("", name) for name in names))]
 
 
 def test_help_names_every_solver():

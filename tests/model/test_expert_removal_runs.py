@@ -18,6 +18,7 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.model.experts import expert_parameters
+from optimum_moonshot.solvers.base import solver_class
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 
@@ -34,6 +35,12 @@ def test_incompatible_operations_are_refused():
         MoonshotCallback(config(), begin_step=1)
     with pytest.raises(MoonshotError, match="nothing to compact|not pruned yet"):
         pruner.compact()
+
+
+def test_experts_are_not_removed_without_data(monkeypatch):
+    monkeypatch.setattr(solver_class("frequency"), "calibrated", False)
+    with pytest.raises(MoonshotError, match="calibration=None: pattern='experts' needs data"):
+        MoonshotPruner(mixtral(8), config(solver="frequency")).prune(progress=False)
 
 
 def test_report_and_card_list_the_removed_experts(tmp_path):
