@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..approximate import same_text
 from ..errors import MoonshotError, one_line
 from .group import RunGroup
 
@@ -117,13 +118,13 @@ class Ranks:
         self.group.exchange(parts, whole.split([*sizes]))
 
     def check_equal(self, what: str, values: Mapping[str, str]) -> None:
-        """Check that values are the same in all processes; `what` and the first name that differs are in the message.
+        """Check that texts are the same in all processes; `what` and the first name that differs are in the message.
 
         Raises:
             MoonshotError: they differ.
         """
         for rank, others in enumerate(self.all_gather_object({**values})):
-            names = [name for name in {**values, **others} if values.get(name) != others.get(name)]
+            names = [name for name in {**values, **others} if not same_text(values.get(name), others.get(name))]
             if names:
                 raise MoonshotError(
                     f"{what} of rank {self.rank} differs from that of rank {rank} in {names[0]}: processes that prune "

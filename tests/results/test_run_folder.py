@@ -21,15 +21,15 @@ HOLD = """
 import sys
 from optimum_moonshot.results.run_folder import RunFolder
 folder = RunFolder(sys.argv[1], "resume_dir")
-folder.open("other")
+folder.open({"the run": {"name": "other"}})
 print("locked", flush=True)
 sys.stdin.read()
 """
 
 
-def opened(path, fingerprint="fingerprint"):
+def opened(path, name="a run"):
     folder = RunFolder(path, "resume_dir")
-    return folder, folder.open(fingerprint)
+    return folder, folder.open({"the run": {"name": name}})
 
 
 def pruner(**changes):
@@ -169,7 +169,7 @@ def test_a_dangling_link_is_named(tmp_path):
         prune(tmp_path / "link")
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"fingerprint"', "\x00"])
+@pytest.mark.parametrize("content", ["", "[1]", '{"parts"', "\x00"])
 def test_a_broken_manifest_is_named(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(MoonshotError, match=r"resume_dir=.*run\.json is damaged.*remove the folder"):
