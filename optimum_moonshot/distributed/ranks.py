@@ -20,8 +20,9 @@ from ..errors import MoonshotError, one_line
 from .group import RunGroup
 
 Value = TypeVar("Value")
-# Number the runs, and the calls of `on_main_process`; equal in all processes, which make the same calls.
-_runs, _calls = itertools.count(), itertools.count()
+# Numbers the runs and the calls of `on_main_process`; equal in all processes, which make the same calls.
+_calls = itertools.count()
+_RUN, _MAIN = "a run of all processes", "a call that the first process serves, such as a save"
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def processes() -> Iterator[Ranks]:
     if not several():
         yield SINGLE_PROCESS
         return
-    group = RunGroup(f"run {next(_runs)}")
+    group = RunGroup(f"call {next(_calls)}", _RUN)
     try:
         group.open()
         ranks = Ranks(group.rank, group.size, group)
@@ -181,9 +182,10 @@ def on_main_process(work: Callable[[], Value]) -> Value:
     """
     if not several():
         return work()
-    group = RunGroup(f"call {next(_calls)}")
+    group = RunGroup(f"call {next(_calls)}", _MAIN)
     if group.rank:
         return json.loads(group.read())
+    group.begin()
     try:
         value = work()
     except BaseException as error:
