@@ -308,7 +308,7 @@ def differing_loss():
     def loss(output, batch):
         return output.logits.float().pow(1 + dist.get_rank()).mean((1, 2))
 
-    pruner = MoonshotPruner(model(), MoonshotConfig(sparsity=0.5))
+    pruner = MoonshotPruner(model(), MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=6))
     return error_of(lambda: pruner.prune(token_batches(), loss=loss, progress=False))
 
 
