@@ -318,9 +318,11 @@ class MoonshotConfig:
 
     def fingerprint(self) -> str:
         """Return all settings that change the result, as text: equal for equal settings, however they were given."""
-        values = {**self.to_dict(), "hyperparameters": self.hyperparameters()}
+        values = self.to_dict()
         for name in ("offload_dir", "max_memory", "solver_options", *SHARED_OPTIONS):
             del values[name]
+        for name, value in self.hyperparameters().items():
+            values[name if name in SHARED_OPTIONS else f'solver_options["{name}"]'] = value
         return json.dumps(_whole_numbers(values))
 
     @classmethod

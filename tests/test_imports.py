@@ -10,7 +10,7 @@ import optimum_moonshot
 PACKAGE = Path(optimum_moonshot.__file__).parent
 # A package imports only from lower floors, and from itself.
 FLOORS = (
-    ("version", "errors", "devices"),
+    ("approximate", "version", "errors", "devices"),
     ("files", "progress", "mapped"),
     ("objective", "distributed"),
     ("solvers", "recipes"),

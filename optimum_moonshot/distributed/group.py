@@ -47,10 +47,13 @@ class RankFailed(MoonshotError):
 
 
 class RunGroup:
-    """The connections between the processes of a run, whose name is the same in all of them."""
+    """The connections between the processes of a run.
 
-    def __init__(self, name: str = ""):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    `name` is the same in all of them; `kind` is, unless they make different calls.
+    """
+
+    def __init__(self, name: str = "", kind: str = ""):
+        self.rank, self.size, self.kind = dist.get_rank(), dist.get_world_size(), kind
         self.store = dist.distributed_c10d.PrefixStore(f"{_ROOT}/{name}", dist.distributed_c10d._get_default_store())
         self.nccl = "nccl" in str(dist.get_backend_config())
         self.group: dist.ProcessGroup | None = None
@@ -64,9 +67,10 @@ class RunGroup:
         """
         begun = [f"begun/{rank}" for rank in range(self.size)]
         with _store_errors():
-            self.store.set(f"begun/{self.rank}", "")
+            self.begin()
             started, warned = time.monotonic(), False
             while not self._poll(begun, LOOK):
+                self._check_kind()
                 self._check_living()
                 waited = time.monotonic() - started
                 if waited > LATE and not warned:
@@ -76,9 +80,26 @@ class RunGroup:
                     hint = "call this in every process of the group, or end the remaining ones"
                     message = f"a process did not come: rank {self.rank} has waited {OPENING / 3600:g} hours"
                     raise MoonshotError(message, hint=hint)
+            self._check_kind()
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         if self.nccl:  # all processes have to take part in the first operation, and not all do in an exchange
             dist.barrier(device_ids=[torch.cuda.current_device()])
+
+    def begin(self) -> None:
+        """Tell the other processes that this one has made its call."""
+        self.store.set(f"begun/{self.rank}", self.kind)
+
+    def _check_kind(self) -> None:
+        """Check that the other processes that have begun make the same kind of call.
+
+        Raises:
+            MoonshotError: one does not; each would wait for the other.
+        """
+        for rank in range(self.size):
+            kind = self.store.get(f"begun/{rank}").decode() if self.store.check([f"begun/{rank}"]) else self.kind
+            if kind != self.kind:
+                message = f"rank {self.rank} makes {self.kind}, and rank {rank} {kind}"
+                raise MoonshotError(message, hint="make the same calls in the same order in all processes")
 
     def _check_living(self) -> None:
         """Raise `RankFailed` for a process that died before it began the run, if the default group shows it."""
@@ -140,8 +161,9 @@ class RunGroup:
             RankFailed: it failed.
         """
         with _store_errors():
-            self.store.set(f"begun/{self.rank}", "")
+            self.begin()
             while not self._poll(["value"], POLL):
+                self._check_kind()
                 if failure := self._stored_failure():
                     raise failure
             value = self.store.get("value").decode()

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..approximate import same_text
 from ..errors import MoonshotError, one_line
 from .group import RunGroup
 
 Value = TypeVar("Value")
-# Number the runs, and the calls of `on_main_process`; equal in all processes, which make the same calls.
-_runs, _calls = itertools.count(), itertools.count()
+# Numbers the runs and the calls of `on_main_process`; equal in all processes, which make the same calls.
+_calls = itertools.count()
+_RUN, _MAIN = "a run of all processes", "a call that the first process serves, such as a save"
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,13 @@ class Ranks:
         self.group.exchange(parts, whole.split([*sizes]))
 
     def check_equal(self, what: str, values: Mapping[str, str]) -> None:
-        """Check that values are the same in all processes; `what` and the first name that differs are in the message.
+        """Check that texts are the same in all processes; `what` and the first name that differs are in the message.
 
         Raises:
             MoonshotError: they differ.
         """
         for rank, others in enumerate(self.all_gather_object({**values})):
-            names = [name for name in {**values, **others} if values.get(name) != others.get(name)]
+            names = [name for name in {**values, **others} if not same_text(values.get(name), others.get(name))]
             if names:
                 raise MoonshotError(
                     f"{what} of rank {self.rank} differs from that of rank {rank} in {names[0]}: processes that prune "
@@ -152,7 +154,7 @@ def processes() -> Iterator[Ranks]:
     if not several():
         yield SINGLE_PROCESS
         return
-    group = RunGroup(f"run {next(_runs)}")
+    group = RunGroup(f"call {next(_calls)}", _RUN)
     try:
         group.open()
         ranks = Ranks(group.rank, group.size, group)
@@ -180,9 +182,10 @@ def on_main_process(work: Callable[[], Value]) -> Value:
     """
     if not several():
         return work()
-    group = RunGroup(f"call {next(_calls)}")
+    group = RunGroup(f"call {next(_calls)}", _MAIN)
     if group.rank:
         return json.loads(group.read())
+    group.begin()
     try:
         value = work()
     except BaseException as error:

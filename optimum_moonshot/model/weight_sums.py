@@ -1,16 +1,28 @@
-"""Sums that identify the weights of a model, for the fingerprint of a run and the comparison of processes."""
+"""Numbers that identify a model, for the resumption of a run and the comparison of processes.
+
+Its weights are identified by sums. Its function also depends on code, on attributes of modules and on a caller's
+functions, which cannot be compared: the outputs for a small sample are compared instead, up to rounding.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
+from ..approximate import approximate
+from ..data.batches import Batch
+from ..devices import preserved_random_state
+from .calls import frozen, model_device, run_model, tolerance_of
 from .layers import Block
+from .losses import Loss
 
 _CHUNK = 2**22  # numbers that are summed at a time
+_NUMBERS = 64  # of each output that are compared
 _NEUTRAL = (
     "_name_or_path",
     "transformers_version",
@@ -29,11 +41,43 @@ def model_sums(model: nn.Module, blocks: Iterable[Block]) -> dict[str, str]:
 
 
 def model_parts(model: nn.Module, sums: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
-    """The weights of a model, by their sums, and its configuration, as parts of a run's fingerprint."""
+    """The weights of a model, by their sums, and its configuration, as parts of a run."""
     config = getattr(model, "config", None)
     values = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
     fields = {name: json.dumps(value, default=str) for name, value in values.items() if name not in _NEUTRAL}
     return {"the model's configuration": fields, "the model": sums}
+
+
+def model_function(model: nn.Module, batch: Batch, loss: Loss | None) -> dict[str, str]:
+    """The `function_values` of a model, whose blocks are onloaded, for a batch on its device."""
+    with frozen(model), torch.no_grad(), preserved_random_state(model_device(model)):
+        torch.manual_seed(0)  # for models that draw random numbers
+        return function_values(model, run_model(model, batch), batch, loss)
+
+
+@torch.no_grad()
+def function_values(model: nn.Module, output: Any, batch: Batch, loss: Loss | None = None) -> dict[str, str]:
+    """Numbers of a model's output for a batch, and of a caller's loss, which identify what the model computes.
+
+    A sample of each output suffices: a change of the function changes nearly all of its numbers.
+    """
+    values = {"outputs": tree_leaves(getattr(output, "logits", output))}
+    if loss is not None:
+        values["losses"] = [loss(output, batch)]
+    tolerance = tolerance_of(next(model.parameters()).dtype)
+    return {
+        name if index == 0 else f"{name} {index}": approximate(_spread_numbers(tensor), tolerance)
+        for name, tensors in values.items()
+        for index, tensor in enumerate(tensors)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel()
+    }
+
+
+def _spread_numbers(tensor: Tensor) -> list[float]:
+    """At most `_NUMBERS` of a tensor's numbers, evenly spread; 0 for those that are not finite."""
+    indices = torch.linspace(0, tensor.numel() - 1, min(_NUMBERS, tensor.numel()), dtype=torch.float64)
+    numbers = tensor.flatten()[indices.long().to(tensor.device)].double()
+    return torch.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0).tolist()
 
 
 def block_sums(block: Block) -> dict[str, str]:

@@ -31,6 +31,7 @@ from ..model.calls import (
 )
 from ..model.layers import Block, onloaded_in_turn
 from ..model.losses import Loss, loss_gradient, token_mask
+from ..model.weight_sums import function_values
 
 Extras = list[int | None]  # the number of values that each block returns behind its hidden state; None: a bare tensor
 _HINT = Text("load the model without {} to prune it", "offload")
@@ -43,11 +44,11 @@ def probe_blocks(
     gradients: bool,
     loss: Loss | None,
     look: Callable[[Block], None] = lambda block: None,
-) -> tuple[Extras, list[str]]:
+) -> tuple[Extras, list[str], dict[str, str]]:
     """Check that all blocks of a model in evaluation mode are sequential, by a batch of one or two small samples.
 
-    Each block is onloaded once, and `look` called with it. Returns the blocks' extras; and, of two samples, as
-    `unshown_samples`.
+    Each block is onloaded once, and `look` called with it. Returns the blocks' extras; of two samples, as
+    `unshown_samples`; and `function_values`.
 
     Raises:
         MoonshotError: passes block by block would differ from the model, with the reason.
@@ -63,13 +64,14 @@ def probe_blocks(
         stack.enter_context(onloaded_in_turn(blocks))
         stack.enter_context(torch.set_grad_enabled(gradients))
         try:
-            run_model(model, batch)
+            output = run_model(model, batch)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise MoonshotError(f"blocks without a hidden state among their arguments ({error})", hint=_HINT) from None
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them", hint=_HINT)
     _check_around(model, blocks, batch, gradients, loss, looking)
-    return list(looking.extras.values()), looking.unshown  # in the blocks' order
+    function = function_values(model, output, batch, loss)
+    return list(looking.extras.values()), looking.unshown, function  # extras in the blocks' order
 
 
 class _Look:

@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ..data.batches import digest
+from ..data.batches import PROBE_TOKENS, digest
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, window_length
 from ..devices import is_out_of_memory, preserved_random_state, release_unused
 from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import frozen, model_device
 from ..model.layers import onloaded_in_turn, visited
-from ..model.model_info import max_positions, takes_images
-from ..model.weight_sums import model_parts, model_sums
+from ..model.model_info import max_positions, takes_images, vocabulary_size
+from ..model.weight_sums import function_values, model_parts, model_sums
 from ..progress import progress_bar
-from ..results.run_folder import SAMPLES, RunFolder
-from ..results.store import fingerprint
+from ..results.run_folder import SAMPLES, Parts, RunFolder
 from .selection import Selection
 
 
@@ -64,9 +63,9 @@ def load_self(
     else:
         values = {**asdict(source), "prompts": None, "ends": sorted(ends), "beginnings": beginnings}
         settings = json.dumps([values, config.num_samples, length, config.seed])
-        sums = model_sums(model, selection.structure.blocks)
-        identity = fingerprint({"the samples": {"settings": settings}, **model_parts(model, sums)})
-        ids = _kept(kept, identity, write, notes)
+        weights = model_parts(model, model_sums(model, selection.structure.blocks))
+        parts = {"the samples": {"settings": settings}, **weights, "the model's function": _function(model)}
+        ids = _kept(kept, parts, write, notes)
     batches = [{"input_ids": part} for part in ids.split(config.batch_size)]
     return CalibrationData(batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes))
 
@@ -78,9 +77,18 @@ def writes(model: nn.Module) -> bool:
     return able is not None and bool(able()) and not encoder_decoder and not takes_images(model)
 
 
-def _kept(folder: RunFolder, identity: str, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
+@torch.no_grad()
+def _function(model: nn.Module) -> dict[str, str]:
+    """What a model computes, by its logits for a few tokens; without a caller's `forward`, by which none writes."""
+    tokens = torch.arange(PROBE_TOKENS, device=model_device(model))[None] % vocabulary_size(model)
+    with frozen(model), onloaded_in_turn(visited(model)), preserved_random_state(tokens.device):
+        torch.manual_seed(0)
+        return function_values(model, model(input_ids=tokens, use_cache=False), {"input_ids": tokens})
+
+
+def _kept(folder: RunFolder, parts: Parts, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
     """The samples of an interrupted run, or new ones, which are kept."""
-    same = folder.open(identity)
+    same = folder.open(parts)
     try:
         for _, report, tensors in folder.saved(SAMPLES) if same else ():
             if report is not None:

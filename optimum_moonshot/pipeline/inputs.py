@@ -16,7 +16,7 @@ from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
 from ..model.offload import RESIDENT
-from ..model.weight_sums import block_sums, model_parts, model_sums, rest_sums
+from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
 from ..results.run_folder import RunFolder
 from .backoff import Backoff, enough_memory
 from .block_probe import Extras, probe_blocks
@@ -29,6 +29,7 @@ class BlockProbe(NamedTuple):
 
     extras: Extras | None  # of the blocks, for passes block by block; None without data
     sums: dict[str, str]  # of all weights, by name
+    function: dict[str, str]  # `function_values` of the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,18 @@ class Prepared:
         """The first samples of the data, short, on the model's device: for passes that probe its structure."""
         return to_device(shorten(self.calibration.batches[0]), model_device(self.model))
 
+    @cached_property
+    def function(self) -> dict[str, str]:
+        """The `function_values` of the dense model, those of a first pass where blocks are offloaded; {} without data.
+
+        Compute them before the model changes: they are those of the first access.
+        """
+        if self.block_probe is not None or self.data is None:
+            return self.block_probe.function if self.block_probe else {}
+        two = two_samples(self.selection, self.data)
+        probe = self.probe if two is None else to_device(two, model_device(self.model))
+        return model_function(self.model, probe, self.subject.loss)
+
 
 def sample_folder(
     subject: Subject, folder: str | os.PathLike[str] | None, field: str = "resume_dir"
@@ -134,13 +147,17 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     kept = kept if SelfCalibration.of(calibration) is not None else None
     prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), kept)
-    return _with_block_probe(prepared) if offloaded else prepared
+    prepared = _with_block_probe(prepared) if offloaded else prepared
+    if ranks.size > 1:
+        ranks.check_equal("the model's function", prepared.function)
+    return prepared
 
 
 def _with_block_probe(prepared: Prepared) -> Prepared:
     """Onload every block once: check its weights, how the model calls it, and whether its layers show the samples."""
     selection, subject, data = prepared.selection, prepared.subject, prepared.data
-    structure, sums, extras = selection.structure, dict[str, str](), None
+    structure, extras = selection.structure, None
+    sums, function = dict[str, str](), dict[str, str]()
 
     def look(block: Block) -> None:
         for layer in block.layers:
@@ -158,11 +175,12 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
             two = two_samples(selection, data)
             probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
             losses = selection.needs_losses
-            extras, unshown = probe_blocks(subject.model, structure.blocks, probe, losses, subject.loss, look)
+            looked = probe_blocks(subject.model, structure.blocks, probe, losses, subject.loss, look)
+            extras, unshown, function = looked
             if two is not None:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
                 data = one_by_one(data, unshown)
-    block_probe = BlockProbe(extras, sums | rest_sums(subject.model, sums))
+    block_probe = BlockProbe(extras, sums | rest_sums(subject.model, sums), function)
     if prepared.backoff.processes > 1:
         subject.ranks.check_equal("the model", block_probe.sums)
     return dataclasses.replace(prepared, data=data, block_probe=block_probe)

@@ -201,7 +201,9 @@ def run_parts(prepared: Prepared, selection: Selection) -> Parts:
     data = {} if prepared.data is None else {"the samples": prepared.data.digest}
     blocks = selection.structure.blocks
     sums = prepared.block_probe.sums if prepared.block_probe else model_sums(prepared.model, blocks)
-    return {"the configuration": selection.settings, "the data": data, **model_parts(prepared.model, sums)}
+    model = model_parts(prepared.model, sums)
+    function = {"the model's function": prepared.function}
+    return {"the configuration": selection.settings, "the data": data, **model, **function}
 
 
 def open_store(

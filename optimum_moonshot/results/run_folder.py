@@ -1,6 +1,6 @@
 """The folder in which a run stores its results, so that the same call resumes after an interruption.
 
-run.json                     fingerprint of everything that the results depend on
+run.json                     everything that the results depend on, by section and name
 run.lock                     held by the process that writes; the system releases it when the process dies
 curves/NAME.safetensors      losses of a layer at several sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
@@ -20,7 +20,6 @@ import os
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -28,12 +27,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
+from ..approximate import same_text
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
 CURVES, LAYERS, MEASURED, RECOVERED = "curves", "layers", "measured", "recovered"
 ROTATION, SAMPLES, TRAINING = "rotation", "samples", "training"
 _MANIFEST, _LOCK, _EARLIER = "run.json", "run.lock", "earlier"
+_PARTS = "parts"  # the entry of the manifest
 _KINDS = (CURVES, LAYERS, MEASURED, RECOVERED, ROTATION, SAMPLES, TRAINING)
 _INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first
 Parts = Mapping[str, Mapping[str, str]]  # what a run depends on, by section and name
@@ -54,16 +55,16 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], field: str):
         check_folder(field, path)
         self.path, self.field = Path(path), field
-        self.fingerprint = self.difference = ""  # from the run whose results were in the folder
+        self.difference = ""  # from the run whose results were in the folder
+        self._parts: dict[str, dict[str, str]] = {}  # of the run whose results are in the folder
         # One lock for all runs of this process: a run that failed must not block the next.
         self._lock = FileLock(self.path.absolute() / _LOCK, timeout=0, is_singleton=True)
 
-    def open(self, fingerprint: str, parts: Parts = MappingProxyType({})) -> bool | None:
+    def open(self, parts: Parts) -> bool | None:
         """Lock the folder for a run, and set the results of another run aside.
 
         Args:
-            fingerprint: of everything that the results depend on.
-            parts: the same, by section and name, for `difference`.
+            parts: everything that the results depend on, by section and name.
 
         Returns:
             True if the folder contains results of the same run, False if those of another one were set aside, None if
@@ -78,19 +79,22 @@ class RunFolder:
             resumes = self._check_contents()
             self._acquire()
             try:
-                before = read_json(self.path / _MANIFEST) if resumes else {}
-                same = before.get("fingerprint") == fingerprint if resumes else None
+                before = self._parts_in(self.path) if resumes else {}
             except MoonshotError as error:
                 raise self._error(str(error), "remove the folder to start again") from None
-            if same is False:
-                self.difference = difference(before.get("parts", {}), parts)
-                same = self._set_aside(fingerprint)
+            self.difference = difference(before, parts) if resumes else ""
+            same = (not self.difference or self._set_aside(parts)) if resumes else None
             self._clear(_INCOMPLETE if same else _WRITTEN)
             if not same:
-                manifest = {"fingerprint": fingerprint, "parts": {name: {**part} for name, part in parts.items()}}
+                manifest = {_PARTS: {name: {**part} for name, part in parts.items()}}
                 replace_file(self.path / _MANIFEST, json.dumps(manifest))
-        self.fingerprint = fingerprint
+            self._parts = self._parts_in(self.path)
         return same
+
+    @staticmethod
+    def _parts_in(folder: Path) -> dict[str, dict[str, str]]:
+        """The parts of the run whose results are in a folder."""
+        return read_json(folder / _MANIFEST).get(_PARTS, {})
 
     def _check_contents(self) -> bool:
         """Whether the folder is that of a run; raises for other files."""
@@ -101,12 +105,12 @@ class RunFolder:
             raise self._error("contains other files", "give an empty or a new folder")
         return resumes
 
-    def _set_aside(self, fingerprint: str) -> bool:
+    def _set_aside(self, parts: Parts) -> bool:
         """Move the results to `earlier`, and bring those of this run back; return whether there are any."""
         earlier, unfinished = self.path / _EARLIER, self.path / (_EARLIER + UNFINISHED)
         self._remove_all(unfinished)
         _move_results(self.path, unfinished)
-        returns = (earlier / _MANIFEST).exists() and read_json(earlier / _MANIFEST).get("fingerprint") == fingerprint
+        returns = (earlier / _MANIFEST).exists() and not difference(self._parts_in(earlier), parts)
         if returns:
             _move_results(earlier, self.path)
         self._remove_all(earlier)
@@ -145,7 +149,6 @@ class RunFolder:
         """Write contiguous tensors in host memory with a report, atomically; returns the path of the file.
 
         `kind` is one of `_KINDS`.
-        `kind` is one of these constants.
 
         Raises:
             MoonshotError: the disk is full, or the folder cannot be written.
@@ -183,7 +186,7 @@ class RunFolder:
         with contextlib.suppress(OSError, MoonshotError):
             self._acquire()
             try:
-                if read_json(self.path / _MANIFEST).get("fingerprint") == self.fingerprint:
+                if self._parts_in(self.path) == self._parts:
                     self._remove()
             finally:
                 self.release()
@@ -204,7 +207,7 @@ class RunFolder:
         manifests = (*top.glob(_MANIFEST), *top.glob(f"*/{_MANIFEST}"))
         for folder in [manifest.parent for manifest in manifests]:
             with contextlib.suppress(OSError, MoonshotError):
-                if "fingerprint" in read_json(folder / _MANIFEST):
+                if _PARTS in read_json(folder / _MANIFEST):
                     cls(folder, "folder")._remove()
         with contextlib.suppress(OSError):
             top.rmdir()
@@ -220,14 +223,14 @@ class RunFolder:
 
 
 def difference(before: Parts, now: Parts) -> str:
-    """The first difference between two runs, as "the model differs in lm_head.weight and 2 others"."""
-    for section, values in now.items():
-        other = before.get(section, {})
-        names = [name for name in {**other, **values} if other.get(name) != values.get(name)]
+    """The first difference between two runs, as "the model differs in lm_head.weight and 2 others"; "" for none."""
+    for section in {**now, **before}:
+        values, other = now.get(section, {}), before.get(section, {})
+        names = [name for name in {**other, **values} if not same_text(values.get(name), other.get(name))]
         if names:
             more = f" and {len(names) - 1} others" if len(names) > 1 else ""
             return f"{section} differs in {names[0]}{more}"
-    return "the settings differ"
+    return ""
 
 
 def _move_results(source: Path, target: Path) -> None:

@@ -5,8 +5,6 @@ surviving weights.
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +61,7 @@ class ResultStore:
         self.notes: list[str] = []
         self._rotation: Learned | None = None
         if self.folder is not None:
-            same = self.folder.open(fingerprint(parts), parts)
+            same = self.folder.open(parts)
             if same:
                 self._restore(self.folder)
             elif same is False:
@@ -262,8 +260,3 @@ class ResultStore:
 def sparsity_of(weight: Tensor) -> float:
     """The fraction of zeros in a weight, of any shape; `(weight == 0).sum()` would allocate temporaries."""
     return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()
-
-
-def fingerprint(parts: Parts) -> str:
-    """SHA-256 of everything that the results of a run depend on."""
-    return hashlib.sha256(json.dumps({name: {**part} for name, part in parts.items()}).encode()).hexdigest()

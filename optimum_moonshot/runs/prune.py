@@ -1,5 +1,6 @@
 """Prune or rotate a model: select → prepare → solve every layer → recover → commit."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -78,4 +79,5 @@ def rotate_model(
     finally:
         variant.store.release()
     assert variant.rotated is not None
-    return variant.rotated.report, variant.store.discard
+    report = variant.rotated.report
+    return dataclasses.replace(report, notes=(*report.notes, *variant.notes)), variant.store.discard

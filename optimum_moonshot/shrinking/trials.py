@@ -19,7 +19,6 @@ from ..pipeline.inputs import Prepared
 from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
 from ..results.run_folder import MEASURED, Parts, RunFolder
-from ..results.store import fingerprint
 from .blocks import BlockScores, score_blocks
 from .widths import TRIALS, Width, trial_levels
 
@@ -35,7 +34,7 @@ class Measurements:
     def __init__(self, folder: RunFolder | None, parts: Parts):
         self.folder, self.values = folder, dict[str, float]()  # in the order of their use, also in a repeated run
         self._stored: dict[str, float] = {}
-        if folder is not None and folder.open(fingerprint(parts), parts):
+        if folder is not None and folder.open(parts):
             stored = (values for _, values, _ in folder.saved(MEASURED) if values is not None)
             self._stored = {each["name"]: each["value"] for each in stored}
 

@@ -111,10 +111,10 @@ def test_missing_and_binary_reports(tmp_path, kind):
 def test_a_broken_manifest_is_named_as_an_option(tmp_path, capsys):
     argv = ["prune", DEMO, "--output", tmp_path / "out", "--solver", "magnitude", "--pattern", "2:4", "--device", "cpu"]
     folder = RunFolder(tmp_path / "out.partial" / "run", "resume_dir")
-    folder.open("theirs")
+    folder.open({"the run": {"name": "theirs"}})
     folder.release()
     (tmp_path / "out.partial" / "command.json").write_text("{}")
-    for content in ("", "[1]", '{"fingerprint"', "\x00"):
+    for content in ("", "[1]", '{"parts"', "\x00"):
         (tmp_path / "out.partial" / "run" / "run.json").write_text(content)
         status, lines = failure(capsys, *argv)
         assert status == 1 and lines[-1].startswith(f"error: --output {tmp_path / 'out'}: ")

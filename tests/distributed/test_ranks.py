@@ -151,11 +151,17 @@ def test_the_error_names_the_process_that_died_before_its_call(done):
         ("differing", "the configuration of rank {} differs from that of rank {} in sparsity"),
         ("differing norm", "the model of rank {} differs from that of rank {} in model.norm.weight"),
         ("differing calls", "the call of rank {} differs from that of rank {} in the method"),
+        ("differing loss", "the model's function of rank {} differs from that of rank {} in losses"),
     ],
 )
 def test_processes_that_differ_are_an_error_in_both(case, difference, done):
     assert difference.format(0, 1) in done[2, 0][case]
     assert "differs from that of rank" in done[2, 1][case] and difference.rpartition(" ")[2] in done[2, 1][case]
+
+
+def test_a_run_beside_a_save_is_an_error_in_both(done):
+    for rank in range(2):
+        assert "in the same order in all processes" in done[2, rank]["differing kinds"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

@@ -21,15 +21,15 @@ HOLD = """
 import sys
 from optimum_moonshot.results.run_folder import RunFolder
 folder = RunFolder(sys.argv[1], "resume_dir")
-folder.open("other")
+folder.open({"the run": {"name": "other"}})
 print("locked", flush=True)
 sys.stdin.read()
 """
 
 
-def opened(path, fingerprint="fingerprint"):
+def opened(path, name="a run"):
     folder = RunFolder(path, "resume_dir")
-    return folder, folder.open(fingerprint)
+    return folder, folder.open({"the run": {"name": name}})
 
 
 def pruner(**changes):
@@ -169,7 +169,7 @@ def test_a_dangling_link_is_named(tmp_path):
         prune(tmp_path / "link")
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"fingerprint"', "\x00"])
+@pytest.mark.parametrize("content", ["", "[1]", '{"parts"', "\x00"])
 def test_a_broken_manifest_is_named(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(MoonshotError, match=r"resume_dir=.*run\.json is damaged.*remove the folder"):
@@ -206,7 +206,7 @@ def test_a_run_does_not_resume_after_a_weight_outside_of_its_layers_changed(weig
 def test_a_save_keeps_the_results_of_a_later_run(tmp_path):
     first, folder = prune(tmp_path / "run"), tmp_path / "run"
     second = prune(folder, damping=0.02)
-    assert any("set aside" in note and "in hyperparameters" in note for note in second.report.notes)
+    assert any("set aside" in note and "in damping" in note for note in second.report.notes)
     first.save_pretrained(tmp_path / "first")
     assert len(list((folder / LAYERS).glob("*"))) == 21
     second.save_pretrained(tmp_path / "second")
@@ -221,3 +221,14 @@ def test_a_sweep_keeps_its_results_until_the_choice_is_saved(tmp_path):
     sweeping.save_pretrained(tmp_path / "saved")
     assert not list(work.rglob("*"))
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["moonshot"]["sparsity"] == 0.5
+
+
+def test_a_rotation_reports_that_results_were_set_aside(tmp_path):
+    def rotate(model):
+        rotator = MoonshotPruner(model, MoonshotConfig(pattern="2:4", rotation_steps=2, num_samples=6))
+        return rotator.rotate(token_batches(), progress=False, resume_dir=tmp_path / "run").notes
+
+    assert not any("set aside" in note for note in rotate(make("llama")))
+    changed = make("llama")
+    changed.model.norm.weight.data.mul_(1.01)
+    assert any("set aside until this one is done: the model differs in model.norm.weight" in n for n in rotate(changed))

@@ -27,6 +27,7 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.accumulators import Gram
 from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.commands import launch
+from optimum_moonshot.distributed.ranks import on_main_process
 from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.stages import BlockPipeline
 from optimum_moonshot.recovery import tuning
@@ -295,6 +296,23 @@ def differing_calls():
     return error_of(lambda: call(token_batches(), progress=False))
 
 
+def differing_kinds():
+    """One process prunes, the other saves."""
+    pruner = MoonshotPruner(model(), MoonshotConfig(sparsity=0.5))
+    save = partial(on_main_process, lambda: None)
+    return error_of(save if dist.get_rank() else lambda: pruner.prune(token_batches(), progress=False))
+
+
+def differing_loss():
+    """The caller's loss differs: the Fisher gradients would be those of two losses."""
+
+    def loss(output, batch):
+        return output.logits.float().pow(1 + dist.get_rank()).mean((1, 2))
+
+    pruner = MoonshotPruner(model(), MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=6))
+    return error_of(lambda: pruner.prune(token_batches(), loss=loss, progress=False))
+
+
 def error_of(work):
     """The type and message of the error that `work` raises."""
     try:
@@ -314,6 +332,8 @@ def work(folder, size):
         done["differing"] = differing()
         done["differing norm"] = differing_norm()
         done["differing calls"] = differing_calls()
+        done["differing kinds"] = differing_kinds()
+        done["differing loss"] = differing_loss()
         done["failure"] = failure(folder / "resumed")
         done["after the failure"] = CASES["sparsegpt"]()
         done["files"] = sorted(path.stem for path in (folder / "resumed" / "layers").iterdir())
