@@ -168,9 +168,11 @@ def main() -> None:
     options.add_argument("--only", nargs="+", default=list(CASES), metavar="NAME", help="cases")
     options.add_argument("--run", choices=list(CASES), help=argparse_hidden())
     options.add_argument("--plan", choices=list(CASES), help=argparse_hidden())
+    options.add_argument("--samples", type=int, help=argparse_hidden())
     options.add_argument("--group", help="the cases whose names begin so")
     args = options.parse_args()
     torch.set_num_threads(1)
+    SETTING["num_samples"] = args.samples or SETTING["num_samples"]
     if args.run or args.plan:
         print(json.dumps(run(args.run) if args.run else plan(args.plan)))
         return

@@ -75,6 +75,9 @@ class GramStatistics(StatisticsSpec):
 
     diagonal = False
 
+    def plan(self, layer: PrunableLayer) -> GradientPlan:
+        return GradientPlan(nothing=True)
+
     def gradient_bytes(self, layer: PrunableLayer, plan: GradientPlan | None = None) -> int:
         return 0
 

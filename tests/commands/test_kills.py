@@ -17,7 +17,7 @@ ROOT = TESTS.parents[1]
 
 
 FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
-LATER = ("rotate", "distill, quantized", "shrink", "reduce width")
+LATER = ("rotate", "prune, rotated", "prune, quantized", "distill, quantized", "shrink", "reduce width")
 
 
 def run(tmp_path, *options):
@@ -91,7 +91,31 @@ def test_the_guide_has_the_figures_of_the_result_files():
     figures += [f"{ranks['kills']} kills: "]
     figures += [f"{_count(damage['packed'], 'refused'):,} refused, {_count(damage['packed'], 'same weights'):,} with"]
     figures += [f"{damage['dense']['load_pruned: other weights']} loaded with other"]
+    figures += _plan_figures(json.loads((results / "plan.json").read_text(encoding="utf-8"))["results"])
+    figures += _reload_figures(json.loads((results / "reloads.json").read_text(encoding="utf-8"))["results"])
     assert [words for words in figures if words not in guide] == []
+
+
+def _plan_figures(cases):
+    """Memory and time of the plans of one model, against those of the runs."""
+    ratios = [case["ratio"] for name, case in cases.items() if name.startswith("llama")]
+    for quantity, bound, title in (("bytes", 0.2, "memory within 20%"), ("seconds", 0.5, "time within 50%")):
+        values = [ratio[quantity] for ratio in ratios]
+        within = sum(abs(value - 1) <= bound for value in values)
+        yield f"{title} in {within} of {len(values)} "
+        yield f"({min(values):.2f} to {max(values):.2f})"
+    yield f"[all {len(cases)}]"
+
+
+def _reload_figures(families):
+    """Tiny models of all families: saved in two formats and loaded with the same outputs, or not made."""
+    tries = [result for family in families for result in family["settings"].values()]
+    saves = [result[format] for result in tries for format in ("dense", "packed") if format in result]
+    assert all(saved == {"difference": 0} for saved in saves)
+    pruned = sum("dense" in result for result in tries)
+    yield f"[{len(families)} families]"
+    yield f"{pruned:,} pruned models, {len(saves):,} saves"
+    yield f"other {len(tries) - pruned} cases"
 
 
 def _count(counts, verdict):
