@@ -351,6 +351,7 @@ def pieces() -> dict[str, Piece]:
         "13b-2:4-1": run("13b", nm, 1.0, DEPTHS),
         "3b-2:4-1": run("3b", nm, 1.0),
         "generate": Piece(generated),
+        "notebooks": Piece(partial(tests, ["tests/test_examples.py", "-k", "notebook"], few)),
         "1b-0.5-0.9": run("1b", half, 0.9),
         "1b-0.5-1": run("1b", half, 1.0),
         "kernels-torch": Piece(semi_structured),

@@ -13,6 +13,8 @@ from optimum_moonshot import devices
 PIECES = gpu_pieces.pieces()
 # One of each kind; the others differ in their shapes and settings.
 RUNS = ["1b-2:4-0.9", "1b-0.5-1", "1b-one-shot", "resnet-50", "deit-base"]
+PRODUCTS = ["kernels-bitmask", "kernels-quantized"]
+OTHERS = ["nccl", "rotation-8b", "generate", "kernels-torch"]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -23,7 +25,7 @@ def test_a_run_is_planned_and_measured(name):
     assert row["sparsity"] == pytest.approx(0.5, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["kernels-bitmask", "kernels-quantized"])
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_checked_and_timed(name):
     *_, row = PIECES[name].run(True)
     assert row["summary"].endswith(" 0 of them wrong") and len(row["cells"]) >= 12
@@ -43,7 +45,7 @@ def test_a_wrong_product_is_reported_without_a_speed(monkeypatch):
     assert [cell["kind"] for cell in row["cells"] if "eager_us" in cell] == ["dense"] * 2
 
 
-@pytest.mark.parametrize("name", ["nccl", "rotation-8b", "generate", "kernels-torch"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_pieces_run(name):
     *_, row = PIECES[name].run(True)
     assert row["summary"] and row.get("equal", True)
@@ -121,6 +123,14 @@ def test_pieces_are_resumed(monkeypatch, tmp_path, capsys):
 def test_the_command_runs_a_piece_in_a_process(tmp_path):
     results = gpu.main(["--tiny", "--only", "nccl", "--output", str(tmp_path / "gpu.json")])
     assert results["nccl"]["equal"] and "error" not in results["nccl"]
+
+
+@pytest.mark.slow
+def test_the_command_runs_all_other_pieces(tmp_path):
+    rest = [name for name in PIECES if name not in {*RUNS, *PRODUCTS, *OTHERS}]
+    results = gpu.main(["--tiny", "--output", str(tmp_path / "gpu.json"), "--only", *rest])
+    assert set(rest) <= set(results)
+    assert not {name: row["error"] for name, row in results.items() if "error" in row}
 
 
 def test_tests_are_counted(tmp_path):

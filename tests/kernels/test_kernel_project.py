@@ -1,6 +1,7 @@
 """The project for kernel-builder in hub/: its configuration names the sources, and the operator that they make."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -46,6 +47,12 @@ def test_the_configuration_names_every_source_and_nothing_else(project):
     assert all((project / path).is_file() for path in named)
     sources = {path.stem if path.suffix == ".c" else path.name for path in KERNELS.glob("*.[ch]")}
     assert {Path(path).name.removesuffix(".cpp") for path in kernel["src"]} == sources
+
+
+def test_the_card_names_the_operators(project):
+    (operator,) = re.findall(r'ops\.def\("(\w+)\(', (project / "torch-ext" / "torch_binding.cpp").read_text())
+    card = (project / "CARD.md").read_text(encoding="utf-8")
+    assert f"`{operator}`" in card and "the only operator" in " ".join(card.split())
 
 
 def test_each_source_is_the_file_of_the_package(project):
