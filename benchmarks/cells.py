@@ -65,9 +65,10 @@ def run_cells(
 
 
 def gather(results: dict, setting: str, step: str, lam: float, key: str = "perplexity") -> list[float]:
-    """A cell's values over the measured seeds."""
+    """A cell's values over the measured seeds; rows of another machine have no speeds."""
     wanted = (setting, step, lam)
-    return [row[key] for row in results["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+    cells = [row for row in results["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+    return [row[key] for row in cells if key in row]
 
 
 def mean_error(values: list[float]) -> str:

@@ -16,6 +16,7 @@ from ..data.text import evaluation_text, tokenize, window_length
 from ..errors import MoonshotError, Option, Text, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
 from ..model.model_info import check_tokens, max_positions
+from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
@@ -79,7 +80,7 @@ def perplexity(
     check_tokens(model, windows, "tokenizer")
     total = torch.zeros((), dtype=torch.float64)
     bar = progress_bar(total=len(windows), desc="perplexity", shown=progress)
-    with evaluation_mode(model), torch.no_grad(), bar:
+    with evaluation_mode(model), wide_products(), torch.no_grad(), bar:
         for batch in windows.split(batch_size):
             total += _loss(model, batch)
             bar.update(len(batch))

@@ -13,6 +13,7 @@ from ..errors import require
 from ..model.calls import Forward, called_by
 from ..model.layers import rest_onloaded
 from ..model.offload import write_to
+from ..model.wide_products import wide_products
 from .selection import Subject
 
 _APPLIED: dict[nn.Module, int] = {}  # models with the weights of a variant, and how many contexts gave them some
@@ -40,7 +41,7 @@ def run_context(
     if call is not None:
         check_not_applied(model, call)
     together = nullcontext(SINGLE_PROCESS) if call is None else processes()
-    with together as ranks, called_by(model, forward), rest_onloaded(model):
+    with together as ranks, called_by(model, forward), rest_onloaded(model), wide_products():
         ranks.check_equal("the call", {"the method": str(call)})
         write_to(model, offload_dir)
         yield dataclasses.replace(subject, progress=subject.progress and ranks.is_main, ranks=ranks)

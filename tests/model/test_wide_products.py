@@ -1,0 +1,80 @@
+"""16-bit products of CPUs without instructions for them: values, gradients, memory, and where they are used."""
+
+import pytest
+import torch
+from llama_runs import weights
+from models import make, token_batches
+from torch.nn.functional import linear
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.model import wide_products as module
+from optimum_moonshot.model.wide_products import wide_products
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch):
+    """A CPU without instructions for 16-bit products."""
+    monkeypatch.setattr(module, "slow_dtypes", lambda: frozenset(NARROW))
+
+
+def operands(dtype, shape=(3, 5), bias=True):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*shape, 7, generator=generator), torch.randn(4, 7, generator=generator)]
+    tensors += [torch.randn(4, generator=generator)] if bias else []
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("shape", [(), (6,), (3, 5), (0, 5)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_and_gradients_are_those_in_float32_rounded(dtype, shape, bias):
+    narrow, wide = operands(dtype, shape, bias), [each.detach().float() for each in operands(dtype, shape, bias)]
+    with wide_products():
+        output = linear(*narrow)
+    expected = linear(*(each.requires_grad_() for each in wide))
+    assert output.dtype == dtype and torch.equal(output, expected.to(dtype))
+    change = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    output.backward(change)
+    expected.backward(change.float())
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.grad.dtype == dtype
+        torch.testing.assert_close(one.grad, other.grad.to(dtype), rtol=0.01, atol=0.01)
+
+
+def test_a_backward_pass_holds_nothing_wider():
+    held = []
+    with wide_products(), torch.autograd.graph.saved_tensors_hooks(held.append, lambda each: each):
+        linear(*operands(torch.bfloat16))
+    assert held and {each.dtype for each in held} == {torch.bfloat16}
+
+
+def test_other_products_are_those_of_torch():
+    with wide_products():
+        assert not isinstance(linear(*operands(torch.float32)).grad_fn, torch.autograd.function.BackwardCFunction)
+        mixed = operands(torch.bfloat16)[0], operands(torch.float32)[1]
+        with pytest.raises(RuntimeError, match="dtype"):
+            linear(*mixed)
+    assert not isinstance(linear(*operands(torch.bfloat16)).grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+def test_runs_and_evaluation_use_them(monkeypatch):
+    calls, apply = [], module._Linear.apply
+
+    def counted(*args):
+        calls.append(args)
+        return apply(*args)
+
+    monkeypatch.setattr(module._Linear, "apply", counted)
+    model = make("llama").bfloat16()
+    pruner = MoonshotPruner(model, MoonshotConfig(pattern="2:4", lam=0.5, num_samples=6, sequence_length=12))
+    pruner.prune(token_batches(), progress=False)
+    assert calls and {tensor.dtype for args in calls for tensor in args if tensor is not None} == {torch.bfloat16}
+    assert all(torch.isfinite(weight).all() for weight in weights(model).values())
+
+
+def test_a_cpu_with_the_instructions_has_no_mode(monkeypatch):
+    monkeypatch.setattr(module, "slow_dtypes", frozenset)
+    with wide_products():
+        assert torch.overrides._len_torch_function_stack() == 0
