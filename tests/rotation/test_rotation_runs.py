@@ -50,7 +50,10 @@ def test_a_rotated_model_is_the_same_function_and_prunes_like_a_run():
     assert not alone.model.config.tie_word_embeddings
     alone.prune(token_batches(), progress=False)
     at_once = prune("llama-tied-biased")
-    assert same(weights(alone.model), weights(at_once.model))
+    together = weights(at_once.model)
+    for name, weight in weights(alone.model).items():  # some kernels round by the alignment of their operands
+        assert torch.equal(weight == 0, together[name] == 0)
+        torch.testing.assert_close(weight, together[name], rtol=1e-4, atol=1e-5)
     assert alone.report.rotation == report and PruningRecord.of(alone.model).rotation == report.summary()
     with pytest.raises(MoonshotError, match="rotated already"):
         alone.rotate(token_batches(), progress=False)

@@ -82,7 +82,7 @@ def test_a_sparse_model_is_refused_and_a_smaller_one_is_not():
 def test_several_processes():
     ranks = dataclasses.replace(SINGLE_PROCESS, size=2)
     with pytest.raises(MoonshotError, match="shrink runs in one process; start it without a launcher"):
-        check_request(Subject(make("llama"), ranks=ranks), CONFIG, BATCHES, Target.of(parameters=0.5), (1, 1))
+        check_request(Subject(make("llama"), ranks=ranks), CONFIG, BATCHES, Target.of(parameters=0.5), (1, 1), None)
 
 
 def test_an_offloaded_model(not_measured, tmp_path):

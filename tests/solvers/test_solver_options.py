@@ -113,7 +113,7 @@ def test_files_store_the_hyperparameters_and_load_without_the_solver(toy, tmp_pa
     ("options", "note"),
     [
         ({"power": 1.0, "spare": 1, "largest": False}, "3 layers were taken over from an interrupted run"),
-        ({"spare": 2}, "set aside until this one is done: the configuration differs in hyperparameters"),
+        ({"spare": 2}, 'set aside until this one is done: the configuration differs in solver_options["spare"]'),
     ],
 )
 def test_an_interrupted_run_resumes_with_equal_hyperparameters_only(options, note, toy, tmp_path, monkeypatch):
