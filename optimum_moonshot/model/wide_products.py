@@ -40,14 +40,15 @@ def wide_products() -> Iterator[None]:
 
 class _WideProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and len(args) >= 2 and _is_slow(*args[:2]):
+        # `types` has the subclasses of Tensor that intercept functions themselves.
+        if func is nn.functional.linear and not types and len(args) >= 2 and _is_slow(*args[:2]):
             bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
             return _Linear.apply(*args[:2], bias)
         return func(*args, **(kwargs or {}))
 
 
 def _is_slow(inputs: Tensor, weight: Tensor) -> bool:
-    """Whether a product is slow; those of subclasses, such as shards, are left to them."""
+    """Whether a product is slow; subclasses that wrap others, such as shards, compute theirs."""
     slow = inputs.dtype in slow_dtypes() and inputs.device.type == "cpu" and weight.dtype == inputs.dtype
     return slow and not is_traceable_wrapper_subclass(weight)
 
