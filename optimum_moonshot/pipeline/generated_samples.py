@@ -79,7 +79,7 @@ def writes(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _function(model: nn.Module) -> dict[str, str]:
-    """What a model computes, by its logits for a few tokens; without a caller's `forward`, by which none writes."""
+    """The `function_values` of a model for a few tokens; a caller's `forward` does not matter, since it writes none."""
     tokens = torch.arange(PROBE_TOKENS, device=model_device(model))[None] % vocabulary_size(model)
     with frozen(model), onloaded_in_turn(visited(model)), preserved_random_state(tokens.device):
         torch.manual_seed(0)

@@ -39,13 +39,13 @@ class DenseBlocks:
             batches: the data.
             pipeline: of those blocks of the recovered model that correspond to the teacher's.
         """
-        found, places = find_structure(teacher.model).blocks, prepared.selection.structure.blocks
-        remaining = [block for index, block in enumerate(found) if index not in teacher.removed]
+        whole, places = find_structure(teacher.model).blocks, prepared.selection.structure.blocks
+        remaining = [block for index, block in enumerate(whole) if index not in teacher.removed]
         by_name = {ours.name: theirs for ours, theirs in zip(places, remaining, strict=True)}
         blocks = tuple(by_name[block.name] for block in pipeline.blocks)
         dense = BlockPipeline(teacher.model, blocks, batches, False, None, prepared.storage)
         dense.lowest, dense.highest = pipeline.lowest, pipeline.highest
-        with skipping(found[index].module for index in teacher.removed):
+        with skipping(whole[index].module for index in teacher.removed):
             dense.capture()
         states = [call.hidden for call in dense.calls[dense.lowest]]
         if teacher.basis is None:
