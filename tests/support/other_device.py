@@ -20,6 +20,8 @@ from optimum_moonshot.model import layer_kinds
 
 backend_registration._setup_privateuseone_for_python_backend("twin")
 DEVICE = torch.device("twin:0")
+torch.twin.get_rng_state = lambda device: torch.get_rng_state()  # operations run on the host, with its generator
+torch.twin.set_rng_state = lambda state, device: torch.set_rng_state(state)
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 _INDEXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 
