@@ -103,13 +103,12 @@ class Output:
         model = Path(self.args.model)
         inside = model.is_dir() and model.resolve() in (self.path, *self.path.parents)
         self._expect(not inside, "it is the model's own folder, or in it; choose another")
-        self._check_empty()
         try:
             with contextlib.ExitStack() as lock:
                 self._lock(lock)
                 usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
                 self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
-                self._check_empty()  # again: another command may have written before the lock
+                self._check_empty()  # with the lock: another command may have written before
                 if not self._begun():
                     self._record(writing=False)
                 try:

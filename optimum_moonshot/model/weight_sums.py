@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from ..approximate import approximate
-from ..data.batches import Batch
+from ..data.batches import Batch, batch_size
 from ..devices import preserved_random_state
 from .calls import frozen, model_device, run_model, tolerance_of
 from .layers import Block
-from .losses import Loss
+from .losses import Loss, sample_losses
 
+OUTPUTS, LOSSES = "outputs", "losses"  # names of `function_values`
 _CHUNK = 2**22  # numbers that are summed at a time
 _NUMBERS = 64  # of each output that are compared
 _NEUTRAL = (
@@ -57,19 +58,21 @@ def model_function(model: nn.Module, batch: Batch, loss: Loss | None) -> dict[st
 
 @torch.no_grad()
 def function_values(model: nn.Module, output: Any, batch: Batch, loss: Loss | None = None) -> dict[str, str]:
-    """Numbers of a model's output for a batch, and of a caller's loss, which identify what the model computes.
+    """Numbers of a model's output for the first sample of a batch, and of a caller's loss, which identify the function.
 
-    A sample of each output suffices: a change of the function changes nearly all of its numbers.
+    Some numbers of each suffice: a change of the function changes nearly all of them.
     """
-    values = {"outputs": tree_leaves(getattr(output, "logits", output))}
+    tensors = [leaf for leaf in tree_leaves(getattr(output, "logits", output)) if isinstance(leaf, Tensor)]
+    samples = batch_size(batch)
+    values = {OUTPUTS: [each[:1] if each.shape[:1] == (samples,) else each for each in tensors]}
     if loss is not None:
-        values["losses"] = [loss(output, batch)]
+        values[LOSSES] = [sample_losses(model, output, batch, loss)]
     tolerance = tolerance_of(next(model.parameters()).dtype)
     return {
         name if index == 0 else f"{name} {index}": approximate(_spread_numbers(tensor), tolerance)
         for name, tensors in values.items()
         for index, tensor in enumerate(tensors)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel()
+        if tensor.is_floating_point() and tensor.numel()
     }
 
 

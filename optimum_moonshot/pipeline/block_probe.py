@@ -70,7 +70,7 @@ def probe_blocks(
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them", hint=_HINT)
     _check_around(model, blocks, batch, gradients, loss, looking)
-    function = function_values(model, output, batch, loss)
+    function = function_values(model, output, batch, loss if gradients else None)
     return list(looking.extras.values()), looking.unshown, function  # extras in the blocks' order
 
 

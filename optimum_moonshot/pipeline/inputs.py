@@ -89,13 +89,12 @@ class Prepared:
     def function(self) -> dict[str, str]:
         """The `function_values` of the dense model, those of a first pass where blocks are offloaded; {} without data.
 
-        Compute them before the model changes: they are those of the first access.
+        Compute them before the model changes: they are those of the first access. A caller's loss may need labels,
+        which data have only where losses are needed.
         """
         if self.block_probe is not None or self.data is None:
             return self.block_probe.function if self.block_probe else {}
-        two = two_samples(self.selection, self.data)
-        probe = self.probe if two is None else to_device(two, model_device(self.model))
-        return model_function(self.model, probe, self.subject.loss)
+        return model_function(self.model, self.probe, self.subject.loss if self.selection.needs_losses else None)
 
 
 def sample_folder(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, other_parameters
 from ..model.offload import RESIDENT, Changes, Offloaded, Weights
-from ..model.weight_sums import model_parts, model_sums
+from ..model.weight_sums import LOSSES, model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
@@ -202,8 +202,10 @@ def run_parts(prepared: Prepared, selection: Selection) -> Parts:
     blocks = selection.structure.blocks
     sums = prepared.block_probe.sums if prepared.block_probe else model_sums(prepared.model, blocks)
     model = model_parts(prepared.model, sums)
-    function = {"the model's function": prepared.function}
-    return {"the configuration": selection.settings, "the data": data, **model, **function}
+    function = prepared.function
+    if not selection.needs_losses:  # a sweep that does computes them for all its variants
+        function = {name: value for name, value in function.items() if not name.startswith(LOSSES)}
+    return {"the configuration": selection.settings, "the data": data, **model, "the model's function": function}
 
 
 def open_store(

@@ -162,6 +162,17 @@ def test_output_folder_is_not_overwritten_by_default(capsys, tmp_path):
     assert status == 2 and len(lines) == 1 and "is a file; give a folder" in lines[0]
 
 
+def test_a_refused_command_removes_the_lock_of_a_killed_one(capsys, tmp_path):
+    """That was killed at its very end, when only its lock was left."""
+    output, partial = tmp_path / "out", tmp_path / "out.partial"
+    for folder, name in ((output, "config.json"), (partial, "command.lock")):
+        folder.mkdir()
+        (folder / name).touch()
+    status, lines = failure(capsys, "prune", DEMO, "--pattern", "2:4", "--output", output)
+    assert status == 2 and len(lines) == 1 and "it is not empty" in lines[0]
+    assert list(tmp_path.iterdir()) == [output]
+
+
 def test_model_is_not_pruned_into_its_own_folder(capsys):
     status, lines = failure(capsys, "prune", DEMO, "--pattern", "2:4", "--output", DEMO, "--overwrite")
     assert status == 2 and len(lines) == 1 and "the model's own folder" in lines[0]

@@ -35,10 +35,10 @@ def sharper(factor, model):
         layer.self_attn.scaling *= factor
 
 
-def prune(folder, model=None, attributes=1, **functions):
+def prune(folder, model=None, attributes=1, lam=0.5, **functions):
     model = make("llama") if model is None else model
     sharper(attributes, model)
-    config = MoonshotConfig(sparsity=0.6, lam=0.5, num_samples=6, sequence_length=12, batch_size=2)
+    config = MoonshotConfig(sparsity=0.6, lam=lam, num_samples=6, sequence_length=12, batch_size=2)
     pruner = MoonshotPruner(model, config)
     return pruner, pruner.prune(token_batches(), progress=False, resume_dir=folder, **functions).notes
 
@@ -121,3 +121,32 @@ def test_a_model_writes_its_samples_again_after_its_function_changed(tmp_path):
     run(1)
     assert taken_over in run(1)
     assert taken_over not in run(3)
+
+
+@pytest.mark.parametrize("offload", [None, "disk"])
+def test_a_variant_of_a_sweep_is_taken_over_by_a_sweep_at_its_lambda(offload, tmp_path):
+    """At λ = 1 alone no losses are needed, so that fewer samples are probed, without a caller's loss."""
+    make("llama").save_pretrained(tmp_path / "dense")
+
+    def sweep(*lambdas):
+        config = MoonshotConfig(sparsity=0.6, num_samples=6, sequence_length=12, batch_size=2)
+        pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", config, offload=offload)
+        options = dict(work_dir=tmp_path / "work", loss=partial(weighted, 1), metric=lambda model: 1.0, progress=False)
+        report = pruner.sweep(token_batches(), lambdas=lambdas, **options)
+        pruner.choose(report.entries[-1])
+        return pruner.report.notes
+
+    sweep(0.5, 1.0)
+    again = sweep(1.0)
+    assert not any("set aside" in note for note in again) and any(TAKEN_OVER in note for note in again)
+
+
+def test_a_loss_is_not_called_where_none_is_needed(tmp_path):
+    """It may need labels, which data do not have then."""
+
+    def labelled(output, batch):
+        return batch["labels"]
+
+    for _ in range(2):
+        notes = prune(tmp_path / "run", lam=1, loss=labelled)[1]
+    assert any(TAKEN_OVER in note for note in notes)
