@@ -65,7 +65,7 @@ def accuracy(
         batches = image_batches(source, model, processor, class_numbers(source, model)[0], batch_size)
     right, seen = 0, 0
     bar = progress_bar(desc="accuracy", unit="image", shown=progress)
-    with evaluation_mode(model), wide_products(), called_by(model, forward), torch.no_grad(), bar:
+    with evaluation_mode(model), wide_products(model), called_by(model, forward), torch.no_grad(), bar:
         for batch in batches:
             if max_images is not None:
                 batch = {name: tensor[: max_images - seen] for name, tensor in batch.items()}

@@ -102,7 +102,7 @@ def _windows(ids: list[int], length: int, most: int | None, name: str) -> Tensor
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Summed loss of the next-token predictions in windows [B, T], in float64 on the CPU."""
     ids = ids.to(model_device(model))
-    with wide_products():
+    with wide_products(model):
         output = run_model(model, {"input_ids": ids})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:

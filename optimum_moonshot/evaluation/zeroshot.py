@@ -191,7 +191,7 @@ def _measure(
 
     seeds = {f"{kind}_random_seed": None for kind in ("numpy", "torch")}  # do not change the caller's random state
     options |= {"task_manager": tasks.manager, "log_samples": False, "random_seed": None, **seeds}
-    with evaluation_mode(model), wide_products():
+    with evaluation_mode(model), wide_products(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not (progress and bars_are_wanted()))
         try:

@@ -7,6 +7,7 @@ outputs stay in 16 bits, also those that a backward pass needs, so that no more 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 
 
 @contextmanager
-def wide_products() -> Iterator[None]:
-    """A context in which `functional.linear` of 16-bit tensors on such a CPU computes in float32.
+def wide_products(model: nn.Module) -> Iterator[None]:
+    """A context in which `functional.linear` of 16-bit tensors on such a CPU computes in float32, for such a model.
 
-    Enter it outside of modes that look at the operands of `functional.linear`.
+    Enter it outside of modes that look at the operands of `functional.linear`. Loops of small operations leave the
+    context by `torch._C.DisableTorchFunction()`, because it intercepts all functions.
     """
-    if not slow_dtypes():
+    if slow_dtypes().isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers())):
         yield
         return
     with _WideProducts():

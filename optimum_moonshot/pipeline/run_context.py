@@ -41,7 +41,7 @@ def run_context(
     if call is not None:
         check_not_applied(model, call)
     together = nullcontext(SINGLE_PROCESS) if call is None else processes()
-    with together as ranks, called_by(model, forward), rest_onloaded(model), wide_products():
+    with together as ranks, called_by(model, forward), rest_onloaded(model), wide_products(model):
         ranks.check_equal("the call", {"the method": str(call)})
         write_to(model, offload_dir)
         yield dataclasses.replace(subject, progress=subject.progress and ranks.is_main, ranks=ranks)

@@ -55,9 +55,10 @@ def solve_layer(
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
-    if layer.separate:
-        return _solve_experts(solver, layer, patterns, statistics, lam)
-    return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
+    with torch._C.DisableTorchFunction():  # of `wide_products`, which would slow the loops over columns
+        if layer.separate:
+            return _solve_experts(solver, layer, patterns, statistics, lam)
+        return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
 
 
 def _solve_experts(

@@ -9,8 +9,10 @@ from torch.nn.functional import linear
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model import wide_products as module
 from optimum_moonshot.model.wide_products import wide_products
+from optimum_moonshot.pipeline import solve
 
 NARROW = (torch.bfloat16, torch.float16)
+NARROW_MODEL = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,7 @@ def operands(dtype, shape=(3, 5), bias=True):
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_and_gradients_are_those_in_float32_rounded(dtype, shape, bias):
     narrow, wide = operands(dtype, shape, bias), [each.detach().float() for each in operands(dtype, shape, bias)]
-    with wide_products():
+    with wide_products(NARROW_MODEL):
         output = linear(*narrow)
     expected = linear(*(each.requires_grad_() for each in wide))
     assert output.dtype == dtype and torch.equal(output, expected.to(dtype))
@@ -45,13 +47,13 @@ def test_products_and_gradients_are_those_in_float32_rounded(dtype, shape, bias)
 
 def test_a_backward_pass_holds_nothing_wider():
     held = []
-    with wide_products(), torch.autograd.graph.saved_tensors_hooks(held.append, lambda each: each):
+    with wide_products(NARROW_MODEL), torch.autograd.graph.saved_tensors_hooks(held.append, lambda each: each):
         linear(*operands(torch.bfloat16))
     assert held and {each.dtype for each in held} == {torch.bfloat16}
 
 
 def test_other_products_are_those_of_torch():
-    with wide_products():
+    with wide_products(NARROW_MODEL):
         assert not isinstance(linear(*operands(torch.float32)).grad_fn, torch.autograd.function.BackwardCFunction)
         mixed = operands(torch.bfloat16)[0], operands(torch.float32)[1]
         with pytest.raises(RuntimeError, match="dtype"):
@@ -74,7 +76,24 @@ def test_runs_and_evaluation_use_them(monkeypatch):
     assert all(torch.isfinite(weight).all() for weight in weights(model).values())
 
 
-def test_a_cpu_with_the_instructions_has_no_mode(monkeypatch):
-    monkeypatch.setattr(module, "slow_dtypes", frozenset)
-    with wide_products():
+def test_other_models_and_other_cpus_have_no_mode(monkeypatch):
+    with wide_products(torch.nn.Linear(1, 1)):
         assert torch.overrides._len_torch_function_stack() == 0
+    with wide_products(NARROW_MODEL):
+        assert torch.overrides._len_torch_function_stack() == 1
+    monkeypatch.setattr(module, "slow_dtypes", frozenset)
+    with wide_products(NARROW_MODEL):
+        assert torch.overrides._len_torch_function_stack() == 0
+
+
+def test_solvers_run_outside_of_the_mode(monkeypatch):
+    called, real = [], solve._solve_families
+
+    def solve_families(*args):
+        called.append(torch._C._is_torch_function_mode_enabled())
+        return real(*args)
+
+    monkeypatch.setattr(solve, "_solve_families", solve_families)
+    config = MoonshotConfig(pattern="2:4", lam=1, num_samples=6, sequence_length=12)
+    MoonshotPruner(make("llama").bfloat16(), config).prune(token_batches(), progress=False)
+    assert called and not any(called)
