@@ -30,13 +30,20 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 def wide_products(model: nn.Module) -> Iterator[None]:
     """A context in which `functional.linear` of 16-bit tensors on such a CPU computes in float32, for such a model.
 
-    Enter it outside of modes that look at the operands of `functional.linear`. Loops of small operations leave the
-    context by `torch._C.DisableTorchFunction()`, because it intercepts all functions.
+    Enter it outside of modes that look at the operands of `functional.linear`. It intercepts all functions, which
+    slows loops of small operations: those enter `plain_functions`.
     """
     if slow_dtypes().isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers())):
         yield
         return
     with _WideProducts():
+        yield
+
+
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """A context, or a decorator, in which nothing intercepts torch's functions."""
+    with torch._C.DisableTorchFunction():
         yield
 
 

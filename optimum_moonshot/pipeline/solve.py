@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..calibration.observer import LayerStatistics
 from ..model.layers import PrunableLayer
+from ..model.wide_products import plain_functions
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, Quadratic, RelativeLoss
 from ..solvers import Solver
@@ -55,10 +56,9 @@ def solve_layer(
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
-    with torch._C.DisableTorchFunction():  # of `wide_products`, which would slow the loops over columns
-        if layer.separate:
-            return _solve_experts(solver, layer, patterns, statistics, lam)
-        return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
+    if layer.separate:
+        return _solve_experts(solver, layer, patterns, statistics, lam)
+    return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
 
 
 def _solve_experts(
@@ -159,6 +159,7 @@ def _solve_families(
     return [results[index] for index in range(len(patterns))]
 
 
+@plain_functions()
 def solve_matrix(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: LayerStatistics, lam: float
 ) -> list[SolvedLayer]:

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model import wide_products as module
 from optimum_moonshot.model.wide_products import wide_products
-from optimum_moonshot.pipeline import solve
+from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 NARROW = (torch.bfloat16, torch.float16)
 NARROW_MODEL = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
@@ -87,13 +87,13 @@ def test_other_models_and_other_cpus_have_no_mode(monkeypatch):
 
 
 def test_solvers_run_outside_of_the_mode(monkeypatch):
-    called, real = [], solve._solve_families
+    called, real = [], SparseGPT.solve
 
-    def solve_families(*args):
+    def solve(*args):
         called.append(torch._C._is_torch_function_mode_enabled())
         return real(*args)
 
-    monkeypatch.setattr(solve, "_solve_families", solve_families)
+    monkeypatch.setattr(SparseGPT, "solve", solve)
     config = MoonshotConfig(pattern="2:4", lam=1, num_samples=6, sequence_length=12)
     MoonshotPruner(make("llama").bfloat16(), config).prune(token_batches(), progress=False)
     assert called and not any(called)
