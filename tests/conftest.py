@@ -1,9 +1,12 @@
 """Shared fixtures. Each test process uses one thread, because threads of parallel processes slow each other down."""
 
 import importlib
+import io
 import os
 import shutil
 import sys
+from functools import cache
+from pathlib import Path
 
 # Without a GPU, Triton's kernels are interpreted; Triton reads this when torch imports it.
 os.environ.setdefault("TRITON_INTERPRET", "0" if shutil.which("nvidia-smi") else "1")
@@ -12,8 +15,11 @@ import pytest
 import torch
 import transformers as hf
 from checkpoints import pruned
+from matplotlib.figure import Figure
 
 from optimum_moonshot.model.offload import Offloaded
+from optimum_moonshot.reports import plots
+from optimum_moonshot.reports.by_kind import PLOT_NAME
 from optimum_moonshot.solvers import base
 
 torch.set_num_threads(1)
@@ -55,6 +61,26 @@ def declared_writes(monkeypatch):
 
     monkeypatch.setattr(Offloaded, "_onload", remember)
     monkeypatch.setattr(Offloaded, "_store_written", compare)
+
+
+@cache
+def picture():
+    file = io.BytesIO()
+    Figure(figsize=(1, 1)).savefig(file)
+    return file.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(monkeypatch, request):
+    """Cards get the same small picture, because drawing one takes most of a tiny model's save, except with `draws`."""
+    if request.node.get_closest_marker("draws") is None:
+
+        def save_plot(report, folder):
+            path = Path(folder) / PLOT_NAME
+            path.write_bytes(picture())
+            return path
+
+        monkeypatch.setattr(plots, "save_plot", save_plot)
 
 
 class OnloadCount:

@@ -20,6 +20,8 @@ from optimum_moonshot.reports.plots import plot_report
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.draws
+
 
 def pruned(name="llama", batches=None, **settings):
     settings = {**dict(pattern="2:4", num_samples=6, sequence_length=12, lam=0.9), **settings}
