@@ -26,8 +26,6 @@ LEFT_BEHIND = shutil.ignore_patterns(
 COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 LIBRARY = "optimum_moonshot/kernels/libmoonshot.so"
 
-pytestmark = pytest.mark.xdist_group("distribution")  # one worker, with one `wheel`
-
 
 def build(folder, what, **environment):
     command, settings = [sys.executable, "-c", BUILD.format(what)], {**os.environ, **environment}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hub_server import serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hub")]  # one worker, with one `session`
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1] / "support"
 

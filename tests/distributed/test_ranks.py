@@ -24,7 +24,7 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.inputs import Prepared
 from optimum_moonshot.pipeline.partition import assign
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # one worker, with one `done`
+pytestmark = pytest.mark.slow
 
 BFLOAT16 = ("bfloat16", "bfloat16, gradients alone")
 SEVERAL = [(2, name) for name in CASES if name not in BFLOAT16] + [(4, name) for name in FEW if name not in BFLOAT16]

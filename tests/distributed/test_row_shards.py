@@ -31,8 +31,6 @@ from optimum_moonshot.pipeline.solve import total_losses
 from optimum_moonshot.pipeline.spec import StatisticsSpec, solving_cost
 from optimum_moonshot.solvers import make_solver
 
-pytestmark = pytest.mark.xdist_group("row shards")  # one worker, with one `done`
-
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
 MEMORY = "chunks of rows, for the sake of memory"
 # Expressions that match the layers without row shards.

@@ -8,8 +8,6 @@ import torch
 from checkpoints import pruned
 from process_runs import SUPPORT, environment
 
-pytestmark = pytest.mark.xdist_group("tensor parallel")  # one worker, with one `results`
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
