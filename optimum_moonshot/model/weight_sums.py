@@ -21,7 +21,7 @@ from .calls import frozen, model_device, run_model, tolerance_of
 from .layers import Block
 from .losses import Loss, sample_losses
 
-OUTPUTS, LOSSES = "outputs", "losses"  # names of `function_values`
+LOSSES = "losses"  # the name of a caller's among `function_values`
 _CHUNK = 2**22  # numbers that are summed at a time
 _NUMBERS = 64  # of each output that are compared
 _NEUTRAL = (
@@ -62,9 +62,9 @@ def function_values(model: nn.Module, output: Any, batch: Batch, loss: Loss | No
 
     Some numbers of each suffice: a change of the function changes nearly all of them.
     """
-    tensors = [leaf for leaf in tree_leaves(getattr(output, "logits", output)) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(getattr(output, "logits", output)) if isinstance(leaf, Tensor)]
     samples = batch_size(batch)
-    values = {OUTPUTS: [each[:1] if each.shape[:1] == (samples,) else each for each in tensors]}
+    values = {"outputs": [leaf[:1] if leaf.shape[:1] == (samples,) else leaf for leaf in leaves]}
     if loss is not None:
         values[LOSSES] = [sample_losses(model, output, batch, loss)]
     tolerance = tolerance_of(next(model.parameters()).dtype)

@@ -33,7 +33,8 @@ def wide_products(model: nn.Module) -> Iterator[None]:
     Enter it outside of modes that look at the operands of `functional.linear`. It intercepts all functions, which
     slows loops of small operations: those enter `plain_functions`.
     """
-    if slow_dtypes().isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers())):
+    slow = slow_dtypes()  # often none: then the tensors, of which a large model has many, are not visited
+    if not slow or slow.isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers())):
         yield
         return
     with _WideProducts():

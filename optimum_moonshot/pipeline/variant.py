@@ -204,7 +204,7 @@ def run_parts(prepared: Prepared, selection: Selection) -> Parts:
     model = model_parts(prepared.model, sums)
     function = prepared.function
     if not selection.needs_losses:  # a sweep that does computes them for all its variants
-        function = {name: value for name, value in function.items() if not name.startswith(LOSSES)}
+        function = {name: value for name, value in function.items() if name != LOSSES}
     return {"the configuration": selection.settings, "the data": data, **model, "the model's function": function}
 
 
