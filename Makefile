@@ -9,15 +9,15 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/prune_demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "not slow"
 
 # Long tests: kills, damaged files, full disks, several processes, a second device, complete commands, more models.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m slow
 
 # All tests with the oldest dependencies that setup.cfg allows.
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -q -n 2
+	.venv-oldest/bin/python -m pytest -q -n 2 --dist loadscope
 
 # Packed checkpoints in vLLM's CPU build.
 test-vllm: .venv-vllm/.installed

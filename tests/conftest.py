@@ -1,5 +1,6 @@
 """Shared fixtures. Each test process uses one thread, because threads of parallel processes slow each other down."""
 
+import gc
 import importlib
 import io
 import os
@@ -24,6 +25,10 @@ from optimum_moonshot.solvers import base
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the processes that tests start
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # thousands of tests and their modules stay: no collection needs to visit them
 
 
 @pytest.fixture

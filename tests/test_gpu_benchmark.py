@@ -120,6 +120,7 @@ def test_pieces_are_resumed(monkeypatch, tmp_path, capsys):
     assert called == [second, third]
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_piece_in_a_process(tmp_path):
     results = gpu.main(["--tiny", "--only", "nccl", "--output", str(tmp_path / "gpu.json")])
     assert results["nccl"]["equal"] and "error" not in results["nccl"]

@@ -1,6 +1,7 @@
 """JSON files of reports, checked against the annotations of the dataclasses that they are read into."""
 
 import dataclasses
+import functools
 import json
 import os
 import types
@@ -12,6 +13,7 @@ from ..errors import MoonshotError, check_path, require
 from ..files import read_json, replace_file
 
 Report = TypeVar("Report")
+_hints = functools.cache(get_type_hints)  # of a class; a report has one object per layer
 _NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
 
 
@@ -54,7 +56,7 @@ def check_fields(cls: Any, values: Any, where: str = "") -> None:
     Raises:
         MoonshotError: a field that is missing, unknown or of another type.
     """
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     if is_typeddict(cls):
         required = set(cls.__required_keys__)
     else:

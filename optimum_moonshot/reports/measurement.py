@@ -1,9 +1,12 @@
 """Measurements of a model, such as its perplexity, and the library versions that results depend on."""
 
 import contextlib
+import functools
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
+
+_version = functools.cache(version)  # of an installed package, whose metadata is a file to parse
 
 
 class Measurement(NamedTuple):
@@ -26,5 +29,5 @@ def versions() -> dict[str, str]:
     installed = {"python": platform.python_version()}
     for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
         with contextlib.suppress(PackageNotFoundError):
-            installed[name] = version(name)
+            installed[name] = _version(name)
     return installed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -20,6 +21,7 @@ from ..objective.linalg import MAX_DAMPING
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
 KINDS = (bool, int, float, str)
+_hints = functools.cache(typing.get_type_hints)  # of a class; reading them takes longer than many a small solve
 
 
 def hyperparameter(
@@ -50,7 +52,7 @@ def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     usage = "put @dataclass(frozen=True) under @register_solver"
     require(dataclasses.is_dataclass(cls), f"{cls.__name__} is not a dataclass", hint=usage)
     try:
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
     except NameError as error:
         raise MoonshotError(f"{cls.__name__}: an annotation cannot be read ({error})") from None
     usage = f"use one of {', '.join(kind.__name__ for kind in KINDS)}, or one of these | None"

@@ -47,7 +47,8 @@ def files(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("offload", [pytest.param("", marks=pytest.mark.slow), "disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["", "disk"])
 def test_files_that_changed_after_loading_are_refused_or_make_no_difference(offload, files):
     script = str(Path(__file__).parents[1] / "support" / "changed_files.py")
     arguments = [sys.executable, script, str(files), *([offload] if offload else [])]
@@ -143,6 +144,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_the_next_run_deletes_the_folder_of_a_killed_one_and_no_other(mixtral, tmp_path):
     cache = tmp_path / "cache"
     living = offloaded(mixtral, offload_dir=str(cache))

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import slow
 from models import image_batches, make, token_batches
 from offloaded_models import offloaded
 from recovery_runs import SAMPLES, assert_no_hooks, interrupt, same, state, without_seconds
@@ -202,7 +203,7 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
 
 
 @pytest.mark.parametrize("changes", [{}, {"bits": 4, "quant_group": 64}], ids=str)
-@pytest.mark.parametrize("call", [1, 5, 8])
+@pytest.mark.parametrize("call", [slow(1), 5, slow(8)])
 def test_an_interrupted_run_continues_bit_for_bit(changes, call, tmp_path, monkeypatch):
     whole, resumed = make("llama").bfloat16(), make("llama").bfloat16()
     before = state(whole)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import slow
 from models import make, token_batches
 from recovery_runs import assert_recovered, interrupt, same, state, without_seconds
 from recovery_runs import prune as prune_and_recover
@@ -39,8 +40,13 @@ def assert_on_grid(model, bits):
 
 
 @pytest.mark.parametrize("recover", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [
+        *((4, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(slow(bits, dtype) for bits in (8, 3) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
 def test_the_result_is_on_the_grid(bits, dtype, recover):
     plain, model = make("llama").to(dtype), make("llama").to(dtype)
     prune(plain, bits=bits)

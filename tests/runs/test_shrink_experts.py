@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from llama_runs import assert_same, weights
+from marks import slow
 from models import token_batches
 from removed_experts import logits, logits_without, settled_mixtral
 
@@ -81,7 +82,7 @@ def test_experts_alone_leave_as_by_their_pattern(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("recover", [None, "blockwise", "distill"])
-@pytest.mark.parametrize("share", [0.7, 0.45])
+@pytest.mark.parametrize("share", [slow(0.7), 0.45])
 def test_the_budget_is_not_exceeded_with_experts_and_other_parts(share, recover, tmp_path):
     config = dataclasses.replace(CONFIG, recover=recover, recover_steps=None if recover is None else 2)
     model, pruner, report = shrunk(config, parameters=share)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from marks import slow
 from models import make, token_batches
 from recovery_runs import interrupt, same, state, without_seconds
 from test_shrink import BATCHES, CONFIG, low_rank, shrunk
@@ -65,7 +66,7 @@ def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
         assert torch.equal(tensor, state(pruner.model)[name]) != name.startswith("model.layers."), name
 
 
-@pytest.mark.parametrize(("model", "share", "removed"), [(make("llama"), 0.4, (2,)), (low_rank(), 0.3, (0,))])
+@pytest.mark.parametrize(("model", "share", "removed"), [(make("llama"), 0.4, (2,)), slow(low_rank(), 0.3, (0,))])
 def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed):
     plain, decision = shrunk(model=model, parameters=share)
     pruner, report = shrunk(model=model, config=BLOCKWISE, parameters=share)
