@@ -107,7 +107,7 @@ def pruner(name: str) -> tuple[MoonshotPruner, object]:
         if model == "large":
             made = drawn(made.bfloat16())
     ids = torch.randint(made.config.vocab_size, (config.num_samples, TOKENS))
-    data = [{"input_ids": some} for some in ids.split(config.batch_size)]
+    data = [{"input_ids": batch} for batch in ids.split(config.batch_size)]
     if name.endswith("offloaded"):
         folder = tempfile.mkdtemp(dir=os.environ.get("MOONSHOT_DISK"))
         made.save_pretrained(folder)

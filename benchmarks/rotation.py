@@ -40,9 +40,9 @@ def make(shape: tuple[int, ...], pattern: Pattern, rows: int | None, device: str
         module = nn.Linear(1, 1, bias=False)
         weight = torch.randn(d_out, d_in, generator=generator, device=device) / d_in**0.5
         module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-        some = None if gives else sampled(d_out, rows, 1, chooser)
+        chosen_rows = None if gives else sampled(d_out, rows, 1, chooser)
         columns = sampled(d_in, rows, widest([pattern]), chooser) if gives and free else None
-        return Matrix(LinearLayer(name, (module,), False), (pattern,), gives, some, columns)
+        return Matrix(LinearLayer(name, (module,), False), (pattern,), gives, chosen_rows, columns)
 
     def inverse() -> torch.Tensor:
         scale = torch.rand(hidden, generator=generator, device=device) + 0.1

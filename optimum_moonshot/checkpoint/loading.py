@@ -63,12 +63,7 @@ def load_pruned(
     check_runtime(runtime)
     check_batch_shape(batch_shape)
     check_choice("inputs", inputs, INPUTS)
-    for name in _REFUSED:
-        message, hint = "load_pruned does not support it", "call the model's from_pretrained with it"
-        require(name not in model_kwargs, message, field=name, hint=hint)
-    again = isinstance(model_kwargs.get("quantization_config"), MoonshotConfig)
-    message = f"{name_or_path} is pruned already"
-    require(not again, message, field="quantization_config", hint="load it without one")
+    _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
     stored = stored_format(folder)
@@ -95,6 +90,15 @@ def load_pruned(
     if runtime == "semi_structured" or (not packed and runtime != "dense"):
         to_runtime(model, runtime, batch_shape, inputs)
     return model
+
+
+def _check_options(name_or_path: str | os.PathLike[str], model_kwargs: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        message, hint = "load_pruned does not support it", "call the model's from_pretrained with it"
+        require(name not in model_kwargs, message, field=name, hint=hint)
+    again = isinstance(model_kwargs.get("quantization_config"), MoonshotConfig)
+    message = f"{name_or_path} is pruned already"
+    require(not again, message, field="quantization_config", hint="load it without one")
 
 
 def _load(cls: type[Any], folder: Path, **options: Any) -> tuple[nn.Module, dict[str, Any]]:

@@ -199,9 +199,10 @@ class _Comparison:
     @property
     def bits_per_weight(self) -> float | None:
         sizes = [(layer.shape, layer.bits_per_weight) for layer in self.layers]
-        known = [(shape[0] * shape[1], bits) for shape, bits in sizes if shape is not None and bits is not None]
-        complete = known and len(known) == len(sizes)
-        return sum(count * bits for count, bits in known) / sum(count for count, _ in known) if complete else None
+        complete = [(shape[0] * shape[1], bits) for shape, bits in sizes if shape is not None and bits is not None]
+        if not complete or len(complete) < len(sizes):
+            return None
+        return sum(count * bits for count, bits in complete) / sum(count for count, _ in complete)
 
     def mismatches(self) -> list[str]:
         """Differences from the declared metadata."""
@@ -291,8 +292,8 @@ def _compare(
             part["on_grid"] = None if grid is None else _is_on_grid(content, locations, name, grid)
             measured[name] = _with_part(measured.get(name), part)
     layers = _findings(locations, declared, patterns, matches, measured, grids)
-    known = [size for size in sizes if size is not None]
-    size = sum(known) if readable and len(known) == len(sizes) else None
+    of_readable = [size for size in sizes if size is not None]
+    size = sum(of_readable) if readable and len(of_readable) == len(sizes) else None
     return _Comparison(layers, parameters if readable else None, zeros, size, declared, patterns, matches)
 
 

@@ -31,7 +31,7 @@ LAM = 0.5
 
 @dataclass(frozen=True)
 class HiddenSizes:
-    """The sizes that a model may have, descending from its own, with the predicted increases of its loss."""
+    """The sizes that a model may have, descending from its hidden size, with the predicted increases of its loss."""
 
     stream: Stream
     losses: dict[int, float]
@@ -132,22 +132,22 @@ def hidden_sizes(
         multiple: of which smaller sizes are multiples; None: of a 64th of the model's.
     """
     collect_moments(stream, prepared.batches, prepared.subject.loss)
-    own, dense = stream.space.width, trials.loss("dense")
+    hidden_size, dense = stream.space.width, trials.loss("dense")
     points, relative, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
     for sixteenths in MEASURED:
-        size = own * sixteenths // 16
+        size = hidden_size * sixteenths // 16
         measured = trials.loss(f"{HIDDEN} {size}", partial(stream.narrowed, size))
-        points[own - size] = max(0.0, measured - dense)
+        points[hidden_size - size] = max(0.0, measured - dense)
         if target.field == "latency":
             try:
-                relative[own - size] = _latency(stream, size, trials, batch_shape)
+                relative[hidden_size - size] = _latency(stream, size, trials, batch_shape)
             except MoonshotError as error:  # the architecture may allow other sizes
                 refused[f"{HIDDEN} {size}"] = str(error)
     most = max(relative if target.field == "latency" else points)
-    sizes = [size for size in _sizes(stream, MEASURED[-1], multiple) if own - size <= most]
+    sizes = [size for size in _sizes(stream, MEASURED[-1], multiple) if hidden_size - size <= most]
     if multiple is not None and len(sizes) == 1:
-        refused[HIDDEN] = f"no multiple of {multiple} is from {own - most} to {own - 1}"
-    removed = [own - size for size in sizes]
+        refused[HIDDEN] = f"no multiple of {multiple} is from {hidden_size - most} to {hidden_size - 1}"
+    removed = [hidden_size - size for size in sizes]
     losses = dict(zip(sizes, interpolated(points, removed), strict=True))
     if target.field == "latency":
         shares = np.minimum.accumulate(np.interp(removed, list(relative), list(relative.values())))
@@ -162,9 +162,9 @@ def hidden_sizes(
 
 def _sizes(stream: Stream, least: int, multiple: int | None) -> list[int]:
     """The sizes to consider, descending from that of the model to `least` sixteenths of it."""
-    own = stream.space.width
-    start, step = (own, max(1, own // STEPS)) if multiple is None else (own // multiple * multiple, multiple)
-    return list(dict.fromkeys((own, *range(start, own * least // 16 - 1, -step))))
+    width = stream.space.width
+    start, step = (width, max(1, width // STEPS)) if multiple is None else (width // multiple * multiple, multiple)
+    return list(dict.fromkeys((width, *range(start, width * least // 16 - 1, -step))))
 
 
 def _narrowing(stream: Stream, size: int) -> Narrowing:

@@ -168,8 +168,8 @@ def test_products_of_groups_are_those_of_their_matrices(kernels, dtype):
             offsets = None if matrix.offsets is None else starts - starts[0]
             meta = None if matrix.meta is None else matrix.meta[of_group]
             codes = matrix.codes[starts[0] : starts[-1]]
-            own = QuantizedMatrix(bits, 64, codes, matrix.scale[of_group], meta, offsets, (size, d_in))
-            expected.append(kernels.quantized_product(rows, own, None, wide))
+            part = QuantizedMatrix(bits, 64, codes, matrix.scale[of_group], meta, offsets, (size, d_in))
+            expected.append(kernels.quantized_product(rows, part, None, wide))
         assert torch.equal(outputs.nan_to_num(nan=-3), torch.cat(expected).nan_to_num(nan=-3))
 
 
