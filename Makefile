@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
+.PHONY: demo test test-slow test-release test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
 
 # Prune the small model in this repository by a simple method and by the recipe; compare the saved files.
 demo: $(INSTALLED)
@@ -13,7 +13,11 @@ test: $(INSTALLED)
 
 # Long tests: kills, damaged files, full disks, several processes, a second device, complete commands, more models.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "slow and not release"
+
+# Longer tests of what a release promises: the builds, extras that resolve, the demo's table, plans against runs.
+test-release: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m release
 
 # All tests with the oldest dependencies that setup.cfg allows.
 test-oldest: .venv-oldest/.installed

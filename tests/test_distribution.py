@@ -70,6 +70,7 @@ def test_the_source_distribution_has_tests_docs_and_examples(source):
     assert not (source / LIBRARY).exists()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_wheel_has_the_package_and_its_data(wheel):
     named = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
@@ -83,6 +84,7 @@ def test_the_wheel_has_the_package_and_its_data(wheel):
     assert "optimum/__init__.py" not in wheel  # it belongs to another distribution
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_the_wheel_fits_every_python_and_its_library_is_complete(wheel, tmp_path):
@@ -105,6 +107,7 @@ def test_no_kernel_is_compiled_for_the_building_processor_alone():
     assert all(set(table) <= sources for table in SETUP["MACHINES"].values())
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_an_old_compiler_leaves_instruction_sets_out_unless_the_build_is_complete(source, tmp_path):
@@ -124,6 +127,7 @@ def test_an_old_compiler_leaves_instruction_sets_out_unless_the_build_is_complet
     assert subprocess.run(command, cwd=folder, env=settings, capture_output=True, timeout=300).returncode
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
     shutil.rmtree(source / "dist")
@@ -132,6 +136,7 @@ def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
         assert set(archive.namelist()) == {name for name in wheel if name != LIBRARY}
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_index_page_has_no_dead_links(wheel):
     (name,) = (name for name in wheel if name.endswith("METADATA"))

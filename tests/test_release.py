@@ -54,6 +54,7 @@ def test_all_has_the_extras_of_users_that_fit_into_one_environment():
 USUAL = [name for name in SETTINGS["options.extras_require"] if name != "vllm"]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("extras", "constraints"),

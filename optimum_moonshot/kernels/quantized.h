@@ -12,7 +12,9 @@
 
 #include "kernels.h"
 
+#define UNROLL _Pragma("GCC unroll 16")
 #define SPAN 4096 /* most inputs whose products are summed in 32-bit integers */
+#define APART (SPAN + WORD) /* bytes from row to row of unpacked codes: not a power of two, for the sake of the cache */
 #define START_LANES 16 /* most lanes of `start` */
 
 typedef struct {
@@ -68,10 +70,26 @@ INLINE int64_t quantized_stride(const quantized_matrix *w) { return (w->blocks +
 /* Bytes of the codes of a block. */
 INLINE int64_t code_bytes(uint64_t word, int bits) { return (__builtin_popcountll(word) * bits + 7) >> 3; }
 
+/* In each byte, the number of survivors in the bytes before it. */
+INLINE uint64_t survivors_before(uint64_t word) {
+    uint64_t counts = word - ((word >> 1) & 0x5555555555555555);
+    counts = (counts & 0x3333333333333333) + ((counts >> 2) & 0x3333333333333333);
+    counts = (counts + (counts >> 4)) & 0x0f0f0f0f0f0f0f0f;
+    return (counts * 0x0101010101010101) << 8;
+}
+
 INLINE uint64_t block_word(const quantized_matrix *w, const uint8_t *meta, int64_t block) {
     const int64_t columns = w->d_in - block * WORD;
     if (meta) return read_word(meta + block * 8, columns);
     return columns >= WORD ? ~0ull : (1ull << columns) - 1;
+}
+
+/* 64 bytes that can be read: those at p, or near the end a copy, padded with zeros. */
+INLINE const uint8_t *readable(const uint8_t *p, const uint8_t *end, uint8_t *copy) {
+    if (end - p >= WORD) return p;
+    memset(copy, 0, WORD);
+    if (end > p) memcpy(copy, p, (size_t)(end - p));
+    return copy;
 }
 
 INLINE const uint8_t *meta_row(const quantized_matrix *w, int64_t row) {

@@ -18,7 +18,6 @@ static void multiply_tiles(const quantized_matrix *w, const quantized_job *job, 
 #define SIDE 16        /* rows of a tile, of 64 bytes */
 #define OUTPUTS 32     /* rows of W that are multiplied together: two tiles of codes, and two of sums */
 #define STRIP 1024     /* inputs that are expanded at a time: the codes fit the first-level cache */
-#define APART (SPAN + WORD) /* bytes between rows of codes, in different sets of a cache */
 
 /* The scales of inputs in tiles, [tiles][spans][SIDE], in place of `start`, which signed codes do not need. */
 static int64_t quantize_tiles(const quantized_matrix *w, const void *x, quantized_inputs *to, float *row) {

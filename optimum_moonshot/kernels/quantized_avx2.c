@@ -5,11 +5,6 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 
-INLINE void expand_bytes(const int8_t *p, uint8_t bits, int8_t *to) {
-    const __m128i places = _mm_loadl_epi64((const __m128i *)moonshot_shuffles.places[bits]);
-    _mm_storel_epi64((__m128i *)to, _mm_shuffle_epi8(_mm_loadl_epi64((const __m128i *)p), places));
-}
-
 INLINE void spread_nibbles(const uint8_t *p, int8_t *to) {
     for (int i = 0; i < 2; i++) {
         const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(p + 16 * i)));
@@ -37,6 +32,34 @@ INLINE void spread_threes(const uint8_t *p, int8_t *to) {
     }
 }
 
+INLINE void spread_bytes(const uint8_t *p, int8_t *to) {
+    for (int i = 0; i < WORD; i += 32) {
+        const __m256i codes = _mm256_loadu_si256((const __m256i *)(p + i));
+        _mm256_storeu_si256((__m256i *)(to + i), _mm256_xor_si256(codes, _mm256_set1_epi8(-128)));
+    }
+}
+
+INLINE void spread_block(const uint8_t *p, const int bits, int8_t *to) {
+    if (bits == 8) spread_bytes(p, to);
+    else if (bits == 4) spread_nibbles(p, to);
+    else spread_threes(p, to);
+}
+
+/* Signed codes of `count` columns, a multiple of 32: the next code of `codes` where `keep` has a bit, else 0. */
+INLINE void place_codes(const int8_t *codes, const uint8_t *keep, int64_t count, int8_t *to) {
+    for (int64_t i = 0; i < count; i += 32) {
+        __m128i eights[4];
+        UNROLL for (int k = 0; k < 4; k++) {
+            const uint8_t bits = keep[i / 8 + k];
+            const __m128i places = _mm_loadl_epi64((const __m128i *)moonshot_shuffles.places[bits]);
+            eights[k] = _mm_shuffle_epi8(_mm_loadl_epi64((const __m128i *)codes), places);
+            codes += __builtin_popcount(bits);
+        }
+        const __m128i low = _mm_unpacklo_epi64(eights[0], eights[1]), high = _mm_unpacklo_epi64(eights[2], eights[3]);
+        _mm256_storeu_si256((__m256i *)(to + i), _mm256_set_m128i(high, low));
+    }
+}
+
 INLINE void quantize_block(const float *p, float inverse, int8_t *to) {
     for (int i = 0; i < WORD; i += 8) {
         const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(p + i), _mm256_set1_ps(inverse)));
@@ -58,11 +81,25 @@ INLINE void sum_lanes(__m256i a, __m256i b, __m256i c, __m256i d, int32_t *to) {
     _mm_storeu_si128((__m128i *)to, sums);
 }
 
-#define EXPAND8(p, bits, to) expand_bytes(p, bits, to)
-#define SPREAD4(p, to) spread_nibbles(p, to)
-#define SPREAD3(p, to) spread_threes(p, to)
-#include "quantized_bytes.h"
+/* Codes of all blocks are spread before the first is placed: a load that spans two recent stores waits for both. */
+INLINE const uint8_t *expand_blocks(const quantized_matrix *w, const uint8_t *p, const uint8_t *meta, int64_t first,
+                                    int64_t last, int8_t *to, const int bits) {
+    const uint8_t *end = w->codes + w->stored;
+    int8_t codes[SPAN + WORD], *next = meta ? codes : to;
+    uint64_t keep[SPAN / WORD];
+    uint8_t copy[WORD];
+    for (int64_t block = first; block < last; block++) {
+        const uint64_t word = block_word(w, meta, block);
+        spread_block(readable(p, end, copy), bits, next);
+        p += code_bytes(word, bits);
+        keep[block - first] = word;
+        next += meta ? __builtin_popcountll(word) : WORD;
+    }
+    if (meta) place_codes(codes, (const uint8_t *)keep, (last - first) * WORD, to);
+    return p;
+}
 
+#define EXPAND_BLOCKS expand_blocks
 #define VECTOR_BYTES 32
 #define QUANTIZE(p, inverse, to) quantize_block(p, inverse, to)
 #define IVEC __m256i

@@ -55,11 +55,7 @@ INLINE void expand_block(const uint8_t *p, uint64_t word, const int bits, const 
     }
     spread(p, bits, codes);
     memset(codes + WORD, 0, 8); /* EXPAND8 reads beyond the last code */
-    /* The number of survivors in each byte, then before each byte. */
-    uint64_t ranks = word - ((word >> 1) & 0x5555555555555555);
-    ranks = (ranks & 0x3333333333333333) + ((ranks >> 2) & 0x3333333333333333);
-    ranks = (ranks + (ranks >> 4)) & 0x0f0f0f0f0f0f0f0f;
-    ranks = (ranks * 0x0101010101010101) << 8;
+    const uint64_t ranks = survivors_before(word);
     for (int i = 0; i < WORD; i += 8) EXPAND8(codes + (uint8_t)(ranks >> i), (uint8_t)(word >> i), to + i);
 }
 #define EXPAND(p, word, bits, dense, to) expand_block(p, word, bits, dense, to)

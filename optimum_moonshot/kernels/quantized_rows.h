@@ -14,7 +14,6 @@
 #include <immintrin.h>
 #endif
 
-#define UNROLL _Pragma("GCC unroll 16")
 #ifndef TILE
 #define TILE 1
 #define TILE_FROM INT64_MAX
@@ -156,31 +155,25 @@ static void widen(const quantized_matrix *w, const void *x, quantized_inputs *to
     }
 }
 
-/* 64 bytes that can be read: those at p, or near the end a copy, padded with zeros. */
-INLINE const uint8_t *readable(const uint8_t *p, const uint8_t *end, uint8_t *copy) {
-    if (end - p >= WORD) return p;
-    memset(copy, 0, WORD);
-    if (end > p) memcpy(copy, p, (size_t)(end - p));
-    return copy;
-}
-
-/* Signed codes of blocks first to last - 1 of a row; returns the address of the next code. */
-INLINE const uint8_t *expand_as(const quantized_matrix *w, const uint8_t *p, const uint8_t *meta, int64_t first,
-                                int64_t last, int8_t *to, const int bits, const int dense) {
+/* Signed codes of blocks first to last - 1, at most SPAN inputs, of a row; returns the address of the next code. */
+#ifndef EXPAND_BLOCKS
+INLINE const uint8_t *expand_blocks(const quantized_matrix *w, const uint8_t *p, const uint8_t *meta, int64_t first,
+                                    int64_t last, int8_t *to, const int bits) {
     const uint8_t *end = w->codes + w->stored;
     uint8_t copy[WORD];
     for (int64_t block = first; block < last; block++, to += WORD) {
         const uint64_t word = block_word(w, meta, block);
-        EXPAND(readable(p, end, copy), word, bits, dense, to);
+        EXPAND(readable(p, end, copy), word, bits, meta == NULL, to);
         p += code_bytes(word, bits);
     }
     return p;
 }
+#endif
 
 static const uint8_t *expand(const quantized_matrix *w, const uint8_t *p, const uint8_t *meta, int64_t first,
                              int64_t last, int8_t *to) {
 #define EXPAND_AS(bits)                                                                                                \
-    return meta ? expand_as(w, p, meta, first, last, to, bits, 0) : expand_as(w, p, NULL, first, last, to, bits, 1)
+    return meta ? expand_blocks(w, p, meta, first, last, to, bits) : expand_blocks(w, p, NULL, first, last, to, bits)
     if (w->bits == 8) EXPAND_AS(8);
     if (w->bits == 4) EXPAND_AS(4);
     EXPAND_AS(3);
@@ -267,6 +260,9 @@ static void multiply_wide(const quantized_matrix *w, const quantized_job *job, i
 }
 
 #ifndef MULTIPLY
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t four_integers __attribute__((vector_size(16), aligned(4), may_alias));
+
 /* Add the products of a span of 4 rows of W and `rows` of inputs to their sums. */
 INLINE void dot(const int8_t *codes, const int8_t *x, int64_t stride, int64_t count, const float *scales,
                 const float *x_scale, int64_t spans, float *sums, const int rows) {
@@ -275,39 +271,46 @@ INLINE void dot(const int8_t *codes, const int8_t *x, int64_t stride, int64_t co
         UNROLL for (int r = 0; r < rows; r++) acc[k][r] = IZERO();
     for (int64_t i = 0; i < count; i += IBYTES)
         UNROLL for (int k = 0; k < 4; k++)
-            UNROLL for (int r = 0; r < rows; r++) acc[k][r] = IDOT(acc[k][r], codes + k * SPAN + i, x + r * stride + i);
+            UNROLL for (int r = 0; r < rows; r++) acc[k][r] = IDOT(acc[k][r], codes + k * APART + i, x + r * stride + i);
     UNROLL for (int r = 0; r < rows; r++) {
         int32_t dots[4];
         ISUM4(acc[0][r], acc[1][r], acc[2][r], acc[3][r], dots);
-        UNROLL for (int k = 0; k < 4; k++) sums[4 * r + k] += (float)dots[k] * (scales[k] * x_scale[r * spans]);
+        const four exact = __builtin_convertvector(*(const four_integers *)dots, four);
+        *(four *)(sums + 4 * r) += exact * (*(const four *)scales * x_scale[r * spans]);
     }
 }
 
+/* Inputs are unpacked PIECE at a time, or a span if it is longer, because a call for a short group takes longer than its
+ * products. */
 static void multiply(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last) {
     const quantized_inputs *inputs = job->inputs;
-    const int64_t stride = quantized_stride(w), rows = inputs->rows;
-    int8_t codes[4 * SPAN] __attribute__((aligned(64)));
+    const int64_t stride = quantized_stride(w), rows = inputs->rows, at_once = w->group < PIECE ? PIECE / w->group : 1;
+    int8_t codes[4 * APART] __attribute__((aligned(64)));
     float sums[4 * AT_ONCE];
-    memset(codes, 0, sizeof codes);
+    if (last - first < 4) memset(codes, 0, sizeof codes); /* else the last rows are followed by earlier ones */
     for (int64_t row = first; row < last; row += 4) {
         const int64_t count = last - row < 4 ? last - row : 4;
         const uint8_t *p[4];
         float scales[4] = {0};
         for (int k = 0; k < count; k++) p[k] = code_row(w, row + k);
         memset(sums, 0, sizeof sums);
-        for (int64_t span = 0; span < w->spans; span++) {
-            const int64_t start = span_start(w, span), end = (span_end(w, span) + WORD - 1) / WORD * WORD;
-            for (int k = 0; k < count; k++) {
-                p[k] = expand(w, p[k], meta_row(w, row + k), start / WORD, end / WORD, codes + k * SPAN);
-                scales[k] = float_at(w->dtype, w->scale, (row + k) * w->groups + span_group(w, span));
+        for (int64_t span = 0, next; span < w->spans; span = next) {
+            next = span + at_once < w->spans ? span + at_once : w->spans;
+            const int64_t start = span_start(w, span), blocks = (span_end(w, next - 1) + WORD - 1) / WORD;
+            for (int k = 0; k < count; k++)
+                p[k] = expand(w, p[k], meta_row(w, row + k), start / WORD, blocks, codes + k * APART);
+            for (; span < next; span++) {
+                const int64_t from = span_start(w, span), length = (span_end(w, span) - from + WORD - 1) / WORD * WORD;
+                for (int k = 0; k < count; k++)
+                    scales[k] = float_at(w->dtype, w->scale, (row + k) * w->groups + span_group(w, span));
+                const int8_t *x = inputs->x + from, *here = codes + from - start;
+                const float *x_scale = inputs->scale + span;
+                int64_t r = 0;
+                for (; r + 2 <= rows; r += 2)
+                    dot(here, x + r * stride, stride, length, scales, x_scale + r * w->spans, w->spans, sums + 4 * r, 2);
+                if (r < rows)
+                    dot(here, x + r * stride, stride, length, scales, x_scale + r * w->spans, w->spans, sums + 4 * r, 1);
             }
-            const int8_t *x = inputs->x + start;
-            const float *x_scale = inputs->scale + span;
-            int64_t r = 0;
-            for (; r + 2 <= rows; r += 2)
-                dot(codes, x + r * stride, stride, end - start, scales, x_scale + r * w->spans, w->spans, sums + 4 * r, 2);
-            if (r < rows)
-                dot(codes, x + r * stride, stride, end - start, scales, x_scale + r * w->spans, w->spans, sums + 4 * r, 1);
         }
         finish(w, job, row, count, sums, 4, 0);
     }

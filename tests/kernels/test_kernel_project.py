@@ -90,6 +90,7 @@ def load(project, name):
     return module
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_operator_for_cpus_passes_opcheck(project, tmp_path):
     """Compiled with the flags of build.toml, as kernel-builder does."""

@@ -18,7 +18,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = [8, 4, 3]
 KINDS = ["dense", "2:4", 0.0, 0.2, 0.6, 1.0]
 ROWS = [1, 2, 3, 5, 16, 17, 70]
-SHAPES = [(1, 64, 64), (2, 1, 64), (5, 257, 64), (33, 300, 128), (70, 640, 256), (6, 777, 1024)]  # and a group
+SHAPES = [  # and a group
+    *((1, 64, 64), (2, 1, 64), (5, 257, 64), (33, 300, 128), (70, 640, 256), (6, 777, 1024)),
+    *((5, 2100, 192), (3, 9000, 4224)),  # longer than the pieces and spans of the kernels
+]
 
 
 @pytest.fixture(scope="module")
