@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Else every process that a test starts compiles this package, and every call of pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-release test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
 

@@ -9,8 +9,8 @@ first token is that of a prompt of 512. Requires the environment of `make test-v
     python benchmarks/serving.py --quantized            # survivors in 8 and 4 bits, and vLLM's own 4 bits
     python benchmarks/serving.py --quantized --only dense "2:4 int4"
 
-"compressed-tensors int4" is a dense quantized checkpoint in that format, which vLLM multiplies by its own kernels; its
-CPU build refuses "compressed-tensors int8". The file is written after every setting.
+"compressed-tensors int4" is a dense quantized checkpoint in that format, which vLLM multiplies by its own kernels, on
+CPUs with AVX-512 only; its CPU build refuses "compressed-tensors int8". The file is written after every setting.
 """
 
 import argparse
@@ -95,12 +95,14 @@ def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict:
-    """`measure` in a separate process."""
+    """`measure` in a separate process; "error" where vLLM has no product for this CPU."""
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     settings = ["--new", str(options.new), "--repeats", str(options.repeats), *["--compiled"] * options.compiled]
     command = [sys.executable, __file__, "--measure", str(folder), *settings]
-    output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def parse() -> argparse.Namespace:

@@ -22,7 +22,10 @@ NOT_RUN: dict[str, int] = {"docs/neurons-and-heads.md": 1, "docs/vllm.md": 5}  #
 # Pages that take several seconds each.
 LONG = {
     f"docs/{name}.md"
-    for name in ("mixtures", "distributed", "choosing", "recovery", "language-models", "neurons-and-heads")
+    for name in (
+        *("mixtures", "distributed", "choosing", "recovery", "language-models", "neurons-and-heads"),
+        *("rotation", "evaluation", "shrink"),
+    )
 }
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
 FIGURE = re.compile(r"\d+\.\d ± \d+\.\d")

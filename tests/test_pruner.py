@@ -53,7 +53,7 @@ def test_every_architecture(name, options, tmp_path, tokenizer):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "vit"])
 @pytest.mark.parametrize("solver", solver_names())
-@pytest.mark.parametrize("lam", [1.0, 0.5])
+@pytest.mark.parametrize("lam", [slow(1.0), 0.5])
 def test_every_solver_prunes_whole_models(name, solver, lam):
     """The result equals `prune_weight` on the statistics of each layer."""
     model = make(name)

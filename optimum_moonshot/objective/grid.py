@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # codes and scales are 
 BLOCK = 64  # inputs per block of a packed row; groups consist of whole blocks
 # Scales to try, as fractions of the one that maps the largest weight of a group to the last code.
 _FRACTIONS = {8: (0.8, 11), 4: (0.5, 26), 3: (0.4, 31)}  # smallest fraction, number of fractions up to 1
+_SAMPLED = 8  # weights of a group that a scale has to reproduce before all of it are compared
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -158,7 +159,8 @@ class Grid:
     def _scales_of(self, blocks: Tensor, first: int) -> Tensor:
         """`scales_of` for the rows from `first` on."""
         groups = blocks.flatten(0, 1)
-        largest = groups.abs().amax(-1)
+        largest, places = groups.abs().topk(min(_SAMPLED, self.group), 1)
+        samples, largest = groups.gather(1, places), largest[:, 0]  # most wrong scales fail on these few weights
         scale = torch.zeros_like(largest)
         open_groups = largest.nonzero()[:, 0]
         for top in range(self.top, 0, -1):
@@ -166,9 +168,8 @@ class Grid:
                 if not len(open_groups):
                     return scale.view(blocks.shape[:2])
                 candidate = _neighbour((largest[open_groups].float() / top).to(self.dtype), ulps)
-                here = groups if len(open_groups) == len(groups) else groups[open_groups]
-                step = candidate[:, None].expand_as(here)
-                fits = (self.values(self.codes(here, step), step) == here).all(1)
+                fits = self._reproduces(samples[open_groups], candidate)
+                fits[fits.clone()] = self._reproduces(groups[open_groups[fits]], candidate[fits])
                 scale[open_groups[fits]] = candidate[fits]
                 open_groups = open_groups[~fits]
         if len(open_groups):
@@ -178,6 +179,11 @@ class Grid:
                 hint="its weights, or their dtype, have changed since they were quantized; save them dense",
             )
         return scale.view(blocks.shape[:2])
+
+    def _reproduces(self, groups: Tensor, scale: Tensor) -> Tensor:
+        """Whether the nearest codes of weights [groups, n], times their scales [groups], are the weights: [groups]."""
+        step = scale[:, None].expand_as(groups)
+        return (self.values(self.codes(groups, step), step) == groups).all(1)
 
 
 def _neighbour(values: Tensor, ulps: int) -> Tensor:

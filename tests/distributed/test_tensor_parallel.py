@@ -8,6 +8,8 @@ import torch
 from checkpoints import pruned
 from process_runs import SUPPORT, environment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import reference_quantized as reference
 import torch
+from marks import slow_but
 from torch.nn import functional
 
 pytest.importorskip("triton", reason="comes with torch's builds for CUDA")
@@ -41,7 +42,7 @@ def assert_exact(outputs, inputs, weight, bias=None):
     assert ((outputs.double() - exact).abs() <= bound + torch.finfo(outputs.dtype).tiny).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES[:1], DTYPES), ids=str)
 @pytest.mark.parametrize(("shape", "bits", "kind"), CASES, ids=str)
 def test_products_are_those_of_the_dense_matrix(shape, bits, kind, dtype):
     d_out, d_in, group = shape

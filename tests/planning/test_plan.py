@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import transformers as hf
+from marks import slow
 from models import GROUPED, make, token_batches
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -112,7 +113,7 @@ def test_a_fake_model_has_the_same_shapes_and_tied_weights():
     assert output.logits.shape == (2, 8, 96)
 
 
-@pytest.mark.parametrize("lam", [1, 0.5])
+@pytest.mark.parametrize("lam", [slow(1), 0.5])
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mixtral", "qwen3"])
 def test_the_planned_peak_matches_the_run(name, lam):
     model, batches = make(name), token_batches(samples=8, length=24)

@@ -48,7 +48,7 @@ def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one():
     assert not model.training and pruner.model.num_parameters() == report.parameters[1]
 
 
-@pytest.mark.parametrize("recover", ["blockwise", "gradual"])
+@pytest.mark.parametrize("recover", ["blockwise", slow("gradual")])
 def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
     dense, batches = make("llama"), token_batches(64)
     before = state(dense)

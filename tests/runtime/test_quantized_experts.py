@@ -4,6 +4,7 @@ import pytest
 import torch
 from checkpoints import assert_same, tensors
 from grid_matrices import on_grid, random_matrix
+from marks import slow_but
 from packed_models import assert_state, held, state
 from tiny_mixtures import family, mixtral, prune
 
@@ -22,7 +23,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("settings", [{"pattern": "2:4"}, {"pattern": "unstructured", "sparsity": 0.6}, {}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["mixtral", "gpt_oss"], MODELS))
 def test_quantized_experts_are_packed_loaded_and_saved(name, settings, tmp_path):
     model = MODELS[name]().bfloat16()
     pruner = prune(model, solver="magnitude", bits=4, quant_group=64, **settings)
