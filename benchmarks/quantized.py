@@ -51,7 +51,8 @@ def configuration(setting: str, step: str, lam: float, seed: int) -> MoonshotCon
         return None if step == "recovered" else MoonshotConfig(**common, **budget, **_method(step))
     common["bits"] = None if bits == "16" else int(bits)
     if pattern == "dense":
-        return None if step == "recovered" else MoonshotConfig(**common, **_method(step))
+        recovery = {"recover": "blockwise"} if step == "recovered" else {}
+        return MoonshotConfig(**common, **_method(step), **recovery)
     if step == "SparseGPT":
         return MoonshotConfig(**common, **({"pattern": pattern} if ":" in pattern else {"sparsity": float(pattern)}))
     return MoonshotConfig.recipe(pattern if ":" in pattern else float(pattern), step, **common)

@@ -4,6 +4,7 @@
  *   VECTOR_BYTES                    of a vector of floats
  *   QUANTIZE(p, inverse, to)        round 64 floats times inverse to integers, ties to even; optional
  *   EXPAND(p, word, bits, dense, to) store 64 signed codes, 0 where a weight was pruned; reads 64 bytes at p
+ *   EXPAND_BLOCKS                   in its place, a function for several blocks, as `expand_blocks` of this file
  *   MULTIPLY                        the product with rounded inputs; else, for the one of this file:
  *   IVEC, IBYTES, IZERO(), IDOT(acc, w, x), ISUM4(a, b, c, d, to)
  *                                   a vector of int32 sums of products of IBYTES bytes; 4 sums of its lanes

@@ -54,7 +54,7 @@ def test_a_matrix_too_large_for_a_trial_with_all_inputs(rows, inputs, power):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lam", "samples"), [(1.0, 0), (0.5, 16)])
+@pytest.mark.parametrize(("lam", "samples"), [(1.0, 0), pytest.param(0.5, 16, marks=pytest.mark.release)])
 def test_random_problems_of_alps_take_as_many_products_as_a_trained_model(monkeypatch, lam, samples):
     products, real, times = [], {}, System.times
 
