@@ -70,14 +70,6 @@ INLINE int64_t quantized_stride(const quantized_matrix *w) { return (w->blocks +
 /* Bytes of the codes of a block. */
 INLINE int64_t code_bytes(uint64_t word, int bits) { return (__builtin_popcountll(word) * bits + 7) >> 3; }
 
-/* In each byte, the number of survivors in the bytes before it. */
-INLINE uint64_t survivors_before(uint64_t word) {
-    uint64_t counts = word - ((word >> 1) & 0x5555555555555555);
-    counts = (counts & 0x3333333333333333) + ((counts >> 2) & 0x3333333333333333);
-    counts = (counts + (counts >> 4)) & 0x0f0f0f0f0f0f0f0f;
-    return (counts * 0x0101010101010101) << 8;
-}
-
 INLINE uint64_t block_word(const quantized_matrix *w, const uint8_t *meta, int64_t block) {
     const int64_t columns = w->d_in - block * WORD;
     if (meta) return read_word(meta + block * 8, columns);
@@ -115,6 +107,13 @@ INLINE int64_t span_start(const quantized_matrix *w, int64_t span) {
 INLINE int64_t span_end(const quantized_matrix *w, int64_t span) {
     const int64_t end = span_start(w, span + 1);
     return end < w->d_in ? end : w->d_in;
+}
+
+/* The end of the spans from `span` on that have at most `most` inputs together, or of it alone. */
+INLINE int64_t strip_end(const quantized_matrix *w, int64_t span, int64_t most) {
+    int64_t next = span + 1;
+    while (next < w->spans && span_end(w, next) <= span_start(w, span) + most) next++;
+    return next;
 }
 
 INLINE float float_at(int dtype, const void *p, int64_t i) {

@@ -107,7 +107,7 @@ static void multiply_tiles(const quantized_matrix *w, const quantized_job *job, 
         memset(sums, 0, (size_t)((rows + TILE - 1) / TILE * OUTPUTS * SIDE) * sizeof *sums);
         for (int64_t span = 0, next; span < w->spans; span = next) {
             const int64_t start = span_start(w, span);
-            for (next = span + 1; next < w->spans && span_end(w, next) <= start + STRIP; next++) continue;
+            next = strip_end(w, span, STRIP);
             const int64_t end = (span_end(w, next - 1) + WORD - 1) / WORD;
             for (int64_t k = 0; k < count; k++) {
                 p[k] = expand(w, p[k], meta_row(w, row + k), start / WORD, end, codes + k * APART);

@@ -1,6 +1,6 @@
 /* Codes of a block without instructions that expand: first the codes as signed bytes, then 8 columns at a time. The
  * including file defines EXPAND8(p, bits, to), which moves up to 8 bytes at p to the columns with a bit; optionally
- * SPREAD4(p, to) and SPREAD3(p, to), which store 64 codes of 4 or 3 bits as signed bytes. */
+ * SPREAD4(p, to), which stores 64 codes of 4 bits as signed bytes. */
 
 INLINE uint64_t load_word(const uint8_t *p, int bytes) {
     uint64_t word = 0;
@@ -28,7 +28,6 @@ INLINE void spread4(const uint8_t *p, int8_t *to) {
 #define SPREAD4(p, to) spread4(p, to)
 #endif
 
-#ifndef SPREAD3
 INLINE void spread3(const uint8_t *p, int8_t *to) {
     for (int i = 0; i < 8; i++) {
         uint64_t codes = load_word(p + 3 * i, 3);
@@ -38,13 +37,11 @@ INLINE void spread3(const uint8_t *p, int8_t *to) {
         store_signed(codes, 4, to + 8 * i);
     }
 }
-#define SPREAD3(p, to) spread3(p, to)
-#endif
 
 INLINE void spread(const uint8_t *p, const int bits, int8_t *to) {
     if (bits == 8) for (int i = 0; i < WORD; i += 8) store_signed(load_word(p + i, 8), 128, to + i);
     else if (bits == 4) SPREAD4(p, to);
-    else SPREAD3(p, to);
+    else spread3(p, to);
 }
 
 INLINE void expand_block(const uint8_t *p, uint64_t word, const int bits, const int dense, int8_t *to) {
@@ -55,7 +52,11 @@ INLINE void expand_block(const uint8_t *p, uint64_t word, const int bits, const 
     }
     spread(p, bits, codes);
     memset(codes + WORD, 0, 8); /* EXPAND8 reads beyond the last code */
-    const uint64_t ranks = survivors_before(word);
+    /* The number of survivors in each byte, then before each byte. */
+    uint64_t ranks = word - ((word >> 1) & 0x5555555555555555);
+    ranks = (ranks & 0x3333333333333333) + ((ranks >> 2) & 0x3333333333333333);
+    ranks = (ranks + (ranks >> 4)) & 0x0f0f0f0f0f0f0f0f;
+    ranks = (ranks * 0x0101010101010101) << 8;
     for (int i = 0; i < WORD; i += 8) EXPAND8(codes + (uint8_t)(ranks >> i), (uint8_t)(word >> i), to + i);
 }
 #define EXPAND(p, word, bits, dense, to) expand_block(p, word, bits, dense, to)

@@ -285,7 +285,7 @@ INLINE void dot(const int8_t *codes, const int8_t *x, int64_t stride, int64_t co
  * products. */
 static void multiply(const quantized_matrix *w, const quantized_job *job, int64_t first, int64_t last) {
     const quantized_inputs *inputs = job->inputs;
-    const int64_t stride = quantized_stride(w), rows = inputs->rows, at_once = w->group < PIECE ? PIECE / w->group : 1;
+    const int64_t stride = quantized_stride(w), rows = inputs->rows, at_once = strip_end(w, 0, PIECE);
     int8_t codes[4 * APART] __attribute__((aligned(64)));
     float sums[4 * AT_ONCE];
     if (last - first < 4) memset(codes, 0, sizeof codes); /* else the last rows are followed by earlier ones */

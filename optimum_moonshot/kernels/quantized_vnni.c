@@ -233,7 +233,7 @@ static void many(const quantized_matrix *w, const quantized_job *job, int64_t fi
         memset(sums, 0, (size_t)(job->inputs->rows * OUTPUTS) * sizeof *sums);
         for (int64_t span = 0, next; span < w->spans; span = next) {
             const int64_t start = span_start(w, span);
-            for (next = span + 1; next < w->spans && span_end(w, next) <= start + strip; next++) continue;
+            next = strip_end(w, span, strip);
             const int64_t begin = start / WORD, stop = (span_end(w, next - 1) + WORD - 1) / WORD;
             expand_half(w, p, meta, begin, stop, panel);
             expand_half(w, p + 16, meta + 16, begin, stop, panel + 1);
