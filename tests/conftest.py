@@ -27,6 +27,11 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the processes that tests start
 
 
+def pytest_itemcollected(item):
+    if item.get_closest_marker("release"):
+        item.add_marker("slow")
+
+
 def pytest_collection_finish(session):
     gc.freeze()  # thousands of tests and their modules stay: no collection needs to visit them
 

@@ -51,7 +51,6 @@ def test_recovery_repairs_most_of_the_damage():
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_the_demo_prints_the_table_of_the_readme_and_saves_its_models(tmp_path, capsys):
     runpy.run_path(str(ROOT / "examples" / "prune_demo.py"))["main"](str(tmp_path))
     lines = capsys.readouterr().out.splitlines()

@@ -71,7 +71,6 @@ def test_the_source_distribution_has_tests_docs_and_examples(source):
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_the_wheel_has_the_package_and_its_data(wheel):
     named = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
     modules = {name for name in named if not name.endswith((".c", ".h"))}
@@ -85,7 +84,6 @@ def test_the_wheel_has_the_package_and_its_data(wheel):
 
 
 @pytest.mark.release
-@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_the_wheel_fits_every_python_and_its_library_is_complete(wheel, tmp_path):
     (name,) = (name for name in wheel if name.endswith("/WHEEL"))
@@ -108,7 +106,6 @@ def test_no_kernel_is_compiled_for_the_building_processor_alone():
 
 
 @pytest.mark.release
-@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_an_old_compiler_leaves_instruction_sets_out_unless_the_build_is_complete(source, tmp_path):
     """A compiler without AMX: the wheel lacks it with a warning, and a wheel for an index is not built."""
@@ -128,7 +125,6 @@ def test_an_old_compiler_leaves_instruction_sets_out_unless_the_build_is_complet
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
     shutil.rmtree(source / "dist")
     shutil.rmtree(source / "build")
@@ -137,7 +133,6 @@ def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_the_index_page_has_no_dead_links(wheel):
     (name,) = (name for name in wheel if name.endswith("METADATA"))
     metadata = Parser().parsestr(wheel[name].decode())

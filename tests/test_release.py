@@ -55,7 +55,6 @@ USUAL = [name for name in SETTINGS["options.extras_require"] if name != "vllm"]
 
 
 @pytest.mark.release
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extras", "constraints"),
     [(USUAL, ["-c", "constraints.txt"]), (["vllm"], [])],  # vLLM requires an older transformers

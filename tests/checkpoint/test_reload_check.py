@@ -38,8 +38,16 @@ def test_an_untied_head_keeps_its_bias(name):
     assert result["untied bytes"] and all(result[format] == {"difference": 0} for format in reloads.FORMATS)
 
 
-# Each family in one of the four settings, by turns; benchmarks/reloads.py tests all four.
-SETTINGS = [(name, reloads.DTYPES[number % 2], number % 4 > 1) for number, name in enumerate(EVERY)]
+# Each family in both dtypes, rotated in one of them, by turns, and in one of the two before a release alone;
+# benchmarks/reloads.py tests all four.
+SETTINGS = [
+    pytest.param(
+        *(name, reloads.DTYPES[(number + rotated) % 2], rotated),
+        marks=[pytest.mark.release] if rotated == (number % 4 < 2) else [],
+    )
+    for number, name in enumerate(EVERY)
+    for rotated in (False, True)
+]
 
 
 @pytest.mark.slow

@@ -91,7 +91,6 @@ def load(project, name):
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_the_operator_for_cpus_passes_opcheck(project, tmp_path):
     """Compiled with the flags of build.toml, as kernel-builder does."""
     cpp_extension, tomllib = pytest.importorskip("torch.utils.cpp_extension"), pytest.importorskip("tomllib")

@@ -36,10 +36,7 @@ def llama(tmp_path):
     return tmp_path / "dense"
 
 
-BEFORE_A_RELEASE = [pytest.mark.slow, pytest.mark.release]
-
-
-@pytest.fixture(scope="module", params=["llama", pytest.param("llama-tied-biased", marks=BEFORE_A_RELEASE)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("llama-tied-biased", marks=pytest.mark.release)])
 def files(request, tmp_path_factory):
     """A checkpoint in which the embeddings have a file of their own, and the decoder layers another."""
     folder = tmp_path_factory.mktemp("files")

@@ -8,7 +8,7 @@ import pytest
 from command_line import ROOT
 from process_runs import environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = pytest.mark.release
 
 
 def measured(what, name):
