@@ -28,6 +28,7 @@ from ..devices import is_out_of_memory
 from ..errors import MoonshotError, one_line, reason
 
 TIMEOUT = timedelta(hours=24)  # by which one process may be behind the others inside of a run
+CONNECTING = timedelta(minutes=5)  # by which all processes connect, once all of them have begun
 OPENING = 7200  # seconds by which it may be behind at the beginning of a run
 LATE = 60  # seconds after which a process that waits there logs a warning
 LINGER = 5  # seconds that rank 0 waits for the others to read
@@ -81,7 +82,10 @@ class RunGroup:
                     message = f"a process did not come: rank {self.rank} has waited {OPENING / 3600:g} hours"
                     raise MoonshotError(message, hint=hint)
             self._check_kind()
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with self._failures():
+            # A process that dies in this call is noticed by its time-out alone.
+            self.group = dist.new_group(backend="gloo", timeout=CONNECTING)
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT, self.group)
         if self.nccl:  # all processes have to take part in the first operation, and not all do in an exchange
             dist.barrier(device_ids=[torch.cuda.current_device()])
 
@@ -192,8 +196,14 @@ class RunGroup:
             MoonshotError: another process failed or died.
         """
         self.collectives += 1
-        try:
+        with self._failures():
             collective(*args, **{"group": self.group, **kwargs})
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise `MoonshotError` where an operation fails because another process failed or died."""
+        try:
+            yield
         except BaseException as error:
             clear_frames(error.__traceback__)  # a reference to the group there would keep its connections open
             if not isinstance(error, RuntimeError) or is_out_of_memory(error):
@@ -255,7 +265,7 @@ def _send_receive(
         if tensor is not None and tensor.numel()
     ]
     for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+        work.wait(TIMEOUT)  # else gloo waits for `CONNECTING`
 
 
 def _carried(tensor: Tensor, on_gpus: bool) -> Tensor:
