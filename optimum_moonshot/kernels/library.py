@@ -21,7 +21,7 @@ from ..errors import require
 _log = logging.getLogger(__name__)
 _PATH = Path(__file__).with_name("libmoonshot.so")
 _SWITCH = "MOONSHOT_KERNELS"
-_VERSION = 4  # of moonshot_version in library.c
+_VERSION = 5  # of moonshot_version in library.c
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -76,6 +76,8 @@ class Library:
         self._quantized_unpack.argtypes = [*quantized, c_int64, c_int64, c_void_p, c_int]
         self._quantized_offsets.argtypes = [c_int, c_int64, c_int64, c_void_p, c_void_p]
         self._quantized_unpack.restype = self._quantized_offsets.restype = None
+        self._quantized_pack = functions.moonshot_quantized_pack
+        self._quantized_pack.argtypes = [*quantized, c_void_p, c_int]
         self._use.argtypes, self._name.argtypes, self._name.restype = [c_char_p], [c_int], c_char_p
         self.use(None)
 
@@ -199,6 +201,14 @@ class Library:
         last = first + dense.shape[0]
         self._quantized_unpack(*_quantized(matrix), first, last, dense.data_ptr(), torch.get_num_threads())
         return dense
+
+    def quantized_pack(self, matrix: QuantizedMatrix, dense: Tensor) -> bool:
+        """Write codes and scales of W, whose bits are given, from `dense` [d_out, d_in], contiguous, in its dtype.
+
+        Returns:
+            Whether `dense` is on the grid; if it is not, only a part is written.
+        """
+        return not self._quantized_pack(*_quantized(matrix), dense.data_ptr(), torch.get_num_threads())
 
     def quantized_offsets(self, bits: int, meta: Tensor, d_in: int) -> Tensor:
         """Index of the first byte of codes of each row, and the number of all bytes: int64 [d_out + 1]."""

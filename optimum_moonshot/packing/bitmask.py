@@ -38,26 +38,30 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
         MoonshotError: m consecutive inputs have more than n nonzeros.
     """
     matrix = matrix.contiguous()
-    keep, meta = stored_positions(matrix, pattern)
-    integers = matrix.view(INTEGERS[matrix.dtype.itemsize])
+    meta, integers = stored_bits(matrix, pattern), matrix.view(INTEGERS[matrix.dtype.itemsize])
     if pattern is not None:
         integers = torch.where(matrix != 0, integers, 0)  # a zero that is stored may be −0.0
-    values = torch.from_numpy(integers.numpy()[keep.numpy()]).view(matrix.dtype)
+    keep = np.unpackbits(meta.numpy(), axis=1, count=matrix.shape[1], bitorder="little").view(bool)
+    values = torch.from_numpy(integers.numpy()[keep]).view(matrix.dtype)
     return values if pattern is None else values.view(len(matrix), -1), meta
 
 
-def stored_positions(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
-    """Where a matrix in host memory has a stored value: bool [d_out, d_in], and the same as `meta`.
+def stored_bits(matrix: Tensor, pattern: NM | None) -> Tensor:
+    """`meta` of a matrix in host memory.
 
     Raises:
         MoonshotError: m consecutive inputs have more than n nonzeros.
     """
-    keep = matrix != 0
+    keep, d_in = matrix != 0, matrix.shape[1]
     meta = pack_bits(keep)
-    if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
-        _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
-        meta = pack_bits(keep)
-    return keep, meta
+    if pattern is None or is_nm(meta, d_in, pattern):
+        return meta
+    if 8 % pattern.m == 0 and d_in % 8 == 0:
+        meta = _filled_bytes(pattern)[meta.int()]
+        if is_nm(meta, d_in, pattern):
+            return meta
+    _fill(keep.view(-1, pattern.m), pattern, d_in)
+    return pack_bits(keep)
 
 
 def pack_bits(keep: Tensor) -> Tensor:
@@ -72,6 +76,13 @@ def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
     return bool((unpack_bits(meta, d_in).view(-1, pattern.m).sum(1) == pattern.n).all())
 
 
+def fullest_window(meta: Tensor, m: int) -> int:
+    """The most values that m consecutive inputs have; m is 4 or a multiple of 8, and divides the number of inputs."""
+    if m < 8:
+        return int(_fullest(m, meta.device)[meta.int()].max())
+    return int(popcounts(meta.device)[meta.int()].view(len(meta), -1, m // 8).sum(-1, dtype=torch.uint8).max())
+
+
 def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
     """Set the first False entries of bool [groups, m] to True until every group has exactly n, in place."""
     missing = pattern.n - groups.sum(1)
@@ -82,14 +93,19 @@ def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
             f"{fullest * pattern.m // d_in}, input {fullest * pattern.m % d_in} on are not zero"
         )
     rows = missing.nonzero().flatten()
-    free = ~groups[rows]
-    groups[rows] |= free & (free.cumsum(1) <= missing[rows, None])
+    groups[rows] |= _first_free(groups[rows], missing[rows])
+
+
+def _first_free(groups: Tensor, count: Tensor) -> Tensor:
+    """The first `count` [groups] entries of bool [groups, m] that are False, in its shape."""
+    free = ~groups
+    return free & (free.cumsum(1) <= count[:, None])
 
 
 def unpack_bits(meta: Tensor, d_in: int) -> Tensor:
     """Unpack `meta` to bool [d_out, d_in], True where a value is stored."""
     positions = torch.arange(8, dtype=torch.uint8, device=meta.device)
-    return ((meta[..., None] >> positions) & 1).view(len(meta), -1)[:, :d_in].bool()
+    return ((meta[..., None] >> positions) & 1).flatten(1)[:, :d_in].bool()
 
 
 def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
@@ -202,9 +218,23 @@ def popcounts(device: torch.device) -> Tensor:
 
 
 @lru_cache
+def _fullest(window: int, device: torch.device) -> Tensor:
+    """The most bits in a window of every byte, uint8 [256]."""
+    return _bits().view(256, -1, window).sum(2).amax(1).to(device=device, dtype=torch.uint8)
+
+
+@lru_cache
 def _regular(window: int, per: int, device: torch.device) -> Tensor:
     """Bool [256], True for bytes with `per` bits in each window."""
     return (_bits().view(256, -1, window).sum(2) == per).all(1).to(device)
+
+
+@lru_cache
+def _filled_bytes(pattern: NM) -> Tensor:
+    """Every byte, uint8 [256], with the first bits added until each m of them have n, if they do not have more."""
+    groups = _bits().bool().view(-1, pattern.m)
+    groups |= _first_free(groups, pattern.n - groups.sum(1))
+    return pack_bits(groups.view(256, 8)).flatten()
 
 
 @lru_cache

@@ -26,7 +26,7 @@ from ..kernels import QuantizedMatrix, find_library
 from ..objective.grid import BLOCK, Grid
 from ..objective.patterns import NM
 from ..objective.row_slices import row_slices
-from .bitmask import is_nm, popcounts, stored_positions, unpack_bits
+from .bitmask import is_nm, pack_bits, popcounts, stored_bits, unpack_bits
 
 _TEMPORARY = 24  # bytes of the intermediates of a weight
 
@@ -37,17 +37,27 @@ def pack(grid: Grid, matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor
     Raises:
         MoonshotError: m consecutive inputs have more than n nonzeros, or the matrix or its dtype has no grid.
     """
-    grid = grid.with_dtype(matrix.dtype)
-    matrix, d_in = matrix.contiguous(), matrix.shape[1]
-    keep, meta = stored_positions(matrix, pattern)
-    if _stores_all(grid, keep, pattern):
+    grid, matrix = grid.with_dtype(matrix.dtype), matrix.contiguous()
+    (d_out, d_in), library, meta = matrix.shape, find_library(), stored_bits(matrix, pattern)
+    if _stores_all(grid, meta, d_in, pattern):
         meta = meta[:, :0].contiguous()
+    codes = torch.empty(_codes_bytes(grid, meta, d_in), dtype=torch.uint8, device="cpu")
+    scale = matrix.new_empty(d_out, grid.groups(d_in))
+    target = library_matrix(grid, codes, scale, meta, d_in)
+    if library is None or target is None or not library.quantized_pack(target, matrix):
+        codes, scale = _pack(grid, matrix, meta)
+    return codes, scale, meta
+
+
+def _pack(grid: Grid, matrix: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
+    """`codes` and `scale`; raises `MoonshotError` with a row that is not on the grid."""
+    d_in = matrix.shape[1]
     scale, streams = grid.scales_of(matrix), [torch.empty(0, dtype=torch.uint8, device="cpu")]
     for rows in row_slices(slice(0, len(matrix)), _TEMPORARY * d_in, matrix.device):
         codes = grid.codes(matrix[rows], grid.per_weight(scale[rows], d_in)).add_(grid.zero_point).to(torch.uint8)
-        codes = codes.masked_select(keep[rows]) if meta.shape[1] else codes.flatten()
+        codes = codes.masked_select(unpack_bits(meta[rows], d_in)) if meta.shape[1] else codes.flatten()
         streams.append(_join(codes, block_counts(meta[rows], d_in), grid.bits))
-    return torch.cat(streams), scale, meta
+    return torch.cat(streams), scale
 
 
 def packed_bytes(grid: Grid, matrix: Tensor, pattern: NM | None) -> int:
@@ -58,24 +68,25 @@ def packed_bytes(grid: Grid, matrix: Tensor, pattern: NM | None) -> int:
         sizes = [min(BLOCK, d_in - first) * pattern.n // pattern.m for first in range(0, d_in, BLOCK)]
         mask = 0 if pattern.n == pattern.m else -(-d_in // 8)
         return scales + d_out * (mask + sum(-(-size * grid.bits // 8) for size in sizes))
-    keep = matrix != 0 if pattern is None else stored_positions(matrix.cpu().contiguous(), pattern)[0]
-    return scales + min(_stored_bytes(grid, keep, pattern))
+    meta = pack_bits((matrix != 0).cpu()) if pattern is None else stored_bits(matrix.cpu().contiguous(), pattern)
+    if _stores_all(grid, meta, d_in, pattern):
+        meta = meta[:, :0]
+    return scales + meta.numel() + _codes_bytes(grid, meta, d_in)
 
 
-def _stores_all(grid: Grid, keep: Tensor, pattern: NM | None) -> bool:
+def _stores_all(grid: Grid, meta: Tensor, d_in: int, pattern: NM | None) -> bool:
+    """Whether a matrix with this bitmask is stored without it."""
     if pattern is not None:
         return pattern.n == pattern.m
-    sparse, dense = _stored_bytes(grid, keep, pattern)
-    return dense <= sparse
+    return _codes_bytes(grid, meta[:, :0], d_in) <= meta.numel() + _codes_bytes(grid, meta, d_in)
 
 
-def _stored_bytes(grid: Grid, keep: Tensor, pattern: NM | None) -> list[int]:
-    """Bytes of codes and bitmask: with a bitmask and, if there is no pattern, with all codes."""
-    d_out, d_in = keep.shape
-    blocks = functional.pad(keep, (0, -d_in % BLOCK)).view(d_out, -1, BLOCK)
-    sparse = d_out * -(-d_in // 8) + int(block_bytes(blocks.sum(-1), grid.bits).sum())
-    everything = block_bytes(block_counts(torch.empty(1, 0), d_in), grid.bits)
-    return [sparse] if pattern is not None else [sparse, d_out * int(everything.sum())]
+def _codes_bytes(grid: Grid, meta: Tensor, d_in: int) -> int:
+    """Bytes of `codes`."""
+    offsets = find_offsets(meta, d_in, grid.bits)
+    if offsets is not None:
+        return int(offsets[-1])
+    return int(block_bytes(block_counts(meta[:1], d_in), grid.bits).sum()) * len(meta)
 
 
 def block_counts(meta: Tensor, d_in: int) -> Tensor:

@@ -11,6 +11,7 @@ from ..errors import MoonshotError
 from ..objective.grid import BLOCK, Grid
 from ..objective.patterns import NM
 from ..packing import Codec, Quantized, find_codec
+from ..packing.bitmask import fullest_window, pack_bits, popcounts
 from ..packing.codec import Parts
 
 _FORMAT = "bitmask"
@@ -62,15 +63,15 @@ def _with_smaller_groups(grids: Sequence[Grid], dtype: torch.dtype) -> Iterator[
 
 
 def find_pattern(matrix: Tensor) -> NM | None:
-    """The n:m of a matrix with the smallest m; None if storing it that way would store many zeros."""
-    keep = matrix != 0
-    stored = int(keep.sum())
+    """The n:m of a matrix in host memory with the smallest m; None if storing it that way would store many zeros."""
+    meta = pack_bits(matrix != 0)
+    stored = int(popcounts(meta.device)[meta.int()].sum())
     for m in _WINDOWS:
         if matrix.shape[1] % m or not stored:
             continue
-        for rows in (keep[:_SAMPLE], keep):
-            n = int(rows.reshape(-1, m).sum(1, dtype=torch.uint8).max())
-            if keep.numel() // m * n > stored * (1 + _FILLED):
+        for rows in (meta[:_SAMPLE], meta):
+            n = fullest_window(rows, m)
+            if matrix.numel() // m * n > stored * (1 + _FILLED):
                 break
         else:
             return NM(n, m)

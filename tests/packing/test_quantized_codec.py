@@ -117,6 +117,45 @@ def test_weights_off_the_grid_are_refused(bits):
         codec.pack(matrix.double(), None)
 
 
+@pytest.mark.parametrize("magnitude", [1e-7, 1.0, 3e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_the_library_packs_as_torch_does(bits, dtype, magnitude, monkeypatch):
+    library = quantized.find_library()
+    if library is None:
+        pytest.skip("no compiled library")
+    generator, d_in = torch.Generator().manual_seed(bits), 450
+    grid, results = Grid(bits, 192, dtype), []
+    for pattern, density in ((None, 0.3), (None, 1.0), (NM(2, 5), 1.0)):
+        codes = torch.randint(-grid.top, grid.top + 1, (70, d_in), generator=generator)
+        codes[::2] = codes[::2].clamp(-grid.top + 1, grid.top - 1)  # the largest code is not the last one
+        scores = torch.rand(70, d_in, generator=generator)
+        codes = codes * (scores < density if pattern is None else pattern.keep(scores))
+        scale = magnitude / grid.top * (0.3 + torch.rand(70, grid.groups(d_in), generator=generator))
+        matrix = grid.values(codes, grid.per_weight(scale, d_in))
+        shifted = matrix.clone()
+        shifted[41, 400] = 0.37 * matrix[41].abs().max()
+        results += [(matrix, pattern), (shifted, pattern and NM(3, 5)), (matrix[:0], pattern), (matrix * 0, pattern)]
+
+    def pack(matrix, pattern):
+        try:
+            return quantized.pack(grid, matrix, pattern)
+        except MoonshotError as error:
+            return str(error)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        by_library = [pack(*each) for each in results]
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(quantized, "find_library", lambda: None)
+    for (matrix, _), first, second in zip(results, by_library, [pack(*each) for each in results], strict=True):
+        assert type(first) is type(second)
+        same = first == second if isinstance(first, str) else all(map(torch.equal, first, second))
+        assert same, matrix.shape
+
+
 def test_more_weights_than_the_pattern_keeps_are_refused():
     matrix, codec, _ = packed(density=1.0)
     with pytest.raises(MoonshotError, match="it is not 2:4: 4 of 4 weights from row 1, input 0 on"):

@@ -86,6 +86,14 @@ def check_quantized(
             assert library.moonshot_quantized_grouped(*matrix, d_out, counts, inputs, outputs, wide, 1) == 0
             assert library.moonshot_quantized_product(*matrix, inputs, rows, None, outputs, wide, 1) == 0
         library.moonshot_quantized_unpack(*matrix, 0, d_out, unpacked, 1)
+        length = stored
+        if not dense:  # the offsets are those of the bits now
+            library.moonshot_quantized_offsets(bits, d_out, d_in, meta.address, offsets.address)
+            length = (c_int64 * (d_out + 1)).from_address(offsets.address)[d_out]
+        written, zeros = Guarded(bytes(length), at_end), Guarded(bytes(d_out * d_in * size), at_end)
+        target = *matrix[:5], written.address, length, *places, scale
+        library.moonshot_quantized_pack(*target, unpacked, 1)  # stops where these are not on the grid
+        assert library.moonshot_quantized_pack(*target, zeros.address, 1) == 0
 
 
 def check_all_quantized(library: ctypes.CDLL) -> None:
@@ -93,6 +101,8 @@ def check_all_quantized(library: ctypes.CDLL) -> None:
     library.moonshot_quantized_product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
     library.moonshot_quantized_grouped.argtypes = [*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
     library.moonshot_quantized_unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
+    library.moonshot_quantized_pack.argtypes = [*matrix, c_void_p, c_int]
+    library.moonshot_quantized_offsets.argtypes = [c_int, c_int64, c_int64, c_void_p, c_void_p]
     for bits in (8, 4, 3):
         for d_out, d_in in ((1, 1), (3, 200), (5, 128), (37, 320)):
             whole = d_out * ((d_in // 64) * 8 * bits + (d_in % 64 * bits + 7) // 8)
