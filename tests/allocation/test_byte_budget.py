@@ -2,6 +2,7 @@
 
 import pytest
 from llama_runs import prune
+from marks import slow
 from models import make
 
 from optimum_moonshot import MoonshotConfig
@@ -32,7 +33,7 @@ def chosen_bits(model, report):
     return spent / size, {name: None if grid is None else grid.bits for name, grid in grids.items()}
 
 
-@pytest.mark.parametrize("bits_per_weight", [3.0, 4.0, 6.0, 40.0])
+@pytest.mark.parametrize("bits_per_weight", [3.0, slow(4.0), slow(6.0), 40.0])
 def test_the_budget_is_used_and_not_exceeded(bits_per_weight):
     model = make("llama")
     report = prune(model, **BUDGET, bits_per_weight=bits_per_weight).report

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fisher_curves import SOLVERS, curves_of
+from marks import slow
 from models import token_batches
 from reference_allocation import expert_losses, least_division
 from report_totals import total_size
@@ -40,7 +41,7 @@ def zeros(layer):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("lam", [1.0, 0.5])
+@pytest.mark.parametrize("lam", [slow(1.0), 0.5])
 def test_experts_have_separate_sparsities_and_the_sparsity_of_the_model_is_exact(solver, lam, tmp_path):
     model = uneven()
     report = prune(model, solver=solver, lam=lam, **{**FISHER, "sparsity": 0.613}).report

@@ -13,7 +13,7 @@ def intact(request, tmp_path_factory):
     return folder, make_folder(folder, request.param), request.param
 
 
-@pytest.mark.parametrize("start", [0, 100, pytest.param(200, marks=pytest.mark.release)])
+@pytest.mark.parametrize("start", [0, *(pytest.param(seed, marks=pytest.mark.release) for seed in (100, 200))])
 def test_a_damaged_folder_gives_the_same_weights_or_is_refused(intact, start, tmp_path):
     folder, expected, format = intact
     seeds = range(start, start + (20 if format in RUNS else 100))

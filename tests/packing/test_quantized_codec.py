@@ -6,6 +6,7 @@ import grid_matrices
 import pytest
 import reference_quantized
 import torch
+from marks import slow
 
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.objective.grid import Grid
@@ -117,7 +118,7 @@ def test_weights_off_the_grid_are_refused(bits):
         codec.pack(matrix.double(), None)
 
 
-@pytest.mark.parametrize("magnitude", [1e-7, 1.0, 3e4])
+@pytest.mark.parametrize("magnitude", [slow(1e-7), 1.0, slow(3e4)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", BITS)
 def test_the_library_packs_as_torch_does(bits, dtype, magnitude, monkeypatch):

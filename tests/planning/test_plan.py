@@ -114,7 +114,7 @@ def test_a_fake_model_has_the_same_shapes_and_tied_weights():
 
 
 @pytest.mark.parametrize("lam", [slow(1), 0.5])
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mixtral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", slow("opt"), "gpt2", "mixtral", slow("qwen3")])
 def test_the_planned_peak_matches_the_run(name, lam):
     model, batches = make(name), token_batches(samples=8, length=24)
     config = MoonshotConfig(**{**FAST, "batch_size": 2, "lam": lam})

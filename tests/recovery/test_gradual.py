@@ -111,13 +111,13 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         slow({"pattern": "unstructured", "sparsity": 0.7, "allocation": "owl"}),
         slow({"allocation": {"q_proj": 0.3, "mlp": "1:4"}}),
         {"pattern": "unstructured", "sparsity": 0.7, "allocation": "fisher", "lam": 0.9},
-        {"pattern": "n:4", "sparsity": 0.5, "allocation": "fisher"},
+        slow({"pattern": "n:4", "sparsity": 0.5, "allocation": "fisher"}),
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "wanda"},
         slow({"pattern": "unstructured", "sparsity": 0.7, "solver": "magnitude", "lam": 0.5}),
         slow({"pattern": "unstructured", "sparsity": 0.7, "solver": "obc"}),
         slow({"solver": "cap", "lam": 0.5}),
         {"pattern": "structured", "sparsity": 0.25, "solver": "osscar", "num_samples": 64},
-        {"pattern": "structured", "sparsity": 0.25, "solver": "wanda", "group_size": 2},
+        slow({"pattern": "structured", "sparsity": 0.25, "solver": "wanda", "group_size": 2}),
         {"recompute": True},
     ],
     ids=str,
@@ -168,7 +168,7 @@ def test_recovery_lowers_the_loss_of_other_architectures(name):
     assert report.sparsity == 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_half_precision_models_are_pruned_and_tuned_in_float32(dtype, monkeypatch):
     seen = set()
     original = Student.prune

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from llama_runs import assert_same, weights
+from marks import slow
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
@@ -143,7 +144,7 @@ def test_the_hidden_size_leaves_for_a_latency(seconds_by_size):
     assert report.seconds == pytest.approx((1e-6 * report.parameters[0], 1e-6 * pruner.model.num_parameters()))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", slow("qwen2"), slow("gpt2")])
 def test_the_error_of_an_impossible_target_has_the_least_reachable_value(name):
     """Biases of queries, keys and values do not become smaller with the hidden size."""
     with pytest.raises(MoonshotError, match="parameters=0.01: the smallest configuration has") as caught:

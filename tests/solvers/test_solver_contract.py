@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from golden.make import grouped_layer, layer
+from marks import slow
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
@@ -15,7 +16,7 @@ from optimum_moonshot.solvers import solver_class, solver_names
 
 SHAPE = (24, 144, 10)  # more than one block of columns, and not a multiple of it
 SOLVERS = pytest.mark.parametrize("solver", solver_names())
-LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
+LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, slow(0.9), 1.0])
 NO_GROUPS, GROUPS = "structured", "structured in 8"
 KINDS = {
     Unstructured: [0.0, 0.3, 0.6, 1.0],
@@ -183,7 +184,7 @@ def test_the_order_of_rows_does_not_matter(solver, pattern, lam):
 @USUAL_PATTERNS
 @LAMS
 @pytest.mark.parametrize("statistic", ["gram", "gradients"])
-@pytest.mark.parametrize("factor", [1e3, 1e-3])
+@pytest.mark.parametrize("factor", [1e3, slow(1e-3)])
 def test_the_scale_of_a_statistic_does_not_matter(solver, pattern, lam, statistic, factor):
     weight, gram, gradients = layer(*SHAPE, seed=3)
     result = prune(solver, pattern, lam, (weight, gram, gradients))
