@@ -12,13 +12,13 @@ from ..errors import require
 from ..kernels import find_library
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.patterns import NM
+from .bitmask_speed import SLOWER
 from .codec import INPUTS, Codec, Parts, Verdict
 from .quantized import check_packed, find_offsets, pack, packed_bytes, select_rows, unpack
 from .quantized_product import QuantizedTensors, grouped_product, quantized_linear
 from .timing import LEAST, gpu_lacks, timed_verdict
 
-# With AVX2, one row takes 1.6 to 4 times as long as torch's dense product; NEON's speed has not been measured.
-FASTER = ("vbmi2", "amx")
+FASTER = ("vbmi2", "amx")  # instruction sets whose product of one row is faster than the dense one at any sparsity
 _NAME = re.compile(r"int([0-9])g([1-9][0-9]{0,8})")
 
 
@@ -144,35 +144,34 @@ class Quantized(Codec):
     ) -> Verdict:
         """As `Codec.decoding`: a compiled product with rounded inputs is faster; it reads at most half of the bytes.
 
-        The GPU kernels are timed.
+        The kernels of GPUs, AVX2 and NEON are timed.
         """
-        if device.type != "cpu":
-            return self._gpu_decoding(shape, pattern, fraction, dtype, device)
-        library = find_library()
-        if library is None:
-            return Verdict(False, "no compiled kernel here")
-        if self.inputs != INPUTS[0]:
-            return Verdict(False, "the kernel is slower for inputs that are not rounded")
-        if library.instruction_set not in FASTER:
-            return Verdict(False, f"no faster kernel for one row with {library.instruction_set}")
-        if not library.computes(dtype):
-            return Verdict(False, f"no kernel for {dtype}")
-        if shape[0] * shape[1] < LEAST:
-            return Verdict(False, f"smaller than {LEAST} weights")
-        return Verdict(True, f"{library.instruction_set} kernels for {self.name}")
-
-    def _gpu_decoding(
-        self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
-    ) -> Verdict:
-        lacks = gpu_lacks("quantized", dtype, device)
+        lacks = self._lacks(shape, dtype, device)
         if lacks is not None:
             return Verdict(False, lacks)
-        if shape[0] * shape[1] < LEAST:
-            return Verdict(False, f"smaller than {LEAST} weights")
+        library = find_library() if device.type == "cpu" else None
+        name = "Triton" if library is None else library.instruction_set
+        if name in FASTER:
+            return Verdict(True, f"{name} kernels for {self.name}")
         # Bits per weight: those of a bitmask, unless all weights are stored, a scale per group, and the codes.
         codes = 8 * dtype.itemsize * (fraction - 1 / self.group)
         share = 1.0 if codes > self.bits - 0.01 else (codes - 1) / self.bits
-        return timed_verdict(self, shape, pattern, share, dtype, device, "Triton")
+        return timed_verdict(self, shape, pattern, share, dtype, device, name)
+
+    def _lacks(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> str | None:
+        """The reason why no kernel can be faster; None if one can."""
+        if device.type != "cpu":
+            lacks = gpu_lacks("quantized", dtype, device)
+        elif (library := find_library()) is None:
+            lacks = "no compiled kernel here"
+        elif self.inputs != INPUTS[0]:
+            lacks = "the kernel is slower for inputs that are not rounded"
+        elif library.instruction_set in SLOWER:
+            lacks = f"the {library.instruction_set} kernel is slower"
+        else:
+            lacks = None if library.computes(dtype) else f"no kernel for {dtype}"
+        small = shape[0] * shape[1] < LEAST
+        return f"smaller than {LEAST} weights" if lacks is None and small else lacks
 
     def _tensors(self, parts: Mapping[str, Tensor], plan: ProductPlan | None) -> QuantizedTensors:
         offsets = None if plan is None else plan.offsets

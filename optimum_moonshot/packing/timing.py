@@ -48,7 +48,7 @@ def timed_verdict(
         device: of the values and the inputs.
         kernels: their name in the verdict.
     """
-    share = 1.0 if pattern else round(share, 2)  # rounded, to measure once for similar layers
+    share = 1.0 if pattern else round(20 * share) / 20  # rounded, to measure once for similar layers
     gain = _gain(codec, shape, pattern, share, dtype, device)
     return Verdict(gain > 1, f"{kernels} kernels, {gain:.2f} times the dense speed when tried")
 

@@ -194,8 +194,6 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
         return codec.decoding(shape, NM(2, 4), 0.2, dtype, torch.device(device))
 
     if library is not None:
-        fast = library.instruction_set in quantized_codec.FASTER
-        assert verdict().faster == fast
         monkeypatch.setattr(library, "instruction_set", "vbmi2")
         assert verdict() == (True, "vbmi2 kernels for int4g128")
         assert verdict((8, 8)) == (False, f"smaller than {bitmask_speed.LEAST} weights")
@@ -203,7 +201,10 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
         assert kept == (False, "the kernel is slower for inputs that are not rounded")
         assert verdict(dtype=torch.float64) == (False, "no kernel for torch.float64")
         monkeypatch.setattr(library, "instruction_set", "portable")
-        assert verdict() == (False, "no faster kernel for one row with portable")
+        assert verdict() == (False, "the portable kernel is slower")
+        monkeypatch.setattr(timing, "_gain", lambda *_: 0.9)
+        monkeypatch.setattr(library, "instruction_set", "avx2")
+        assert verdict() == (False, "avx2 kernels, 0.90 times the dense speed when tried")
     monkeypatch.setattr(quantized_codec, "find_library", lambda: None)
     assert verdict() == (False, "no compiled kernel here")
 
@@ -222,7 +223,7 @@ def test_the_kernels_of_gpus_are_timed_with_as_many_weights(name, pattern, dtype
         verdict = codec.decoding((512, 1024), pattern, fraction, dtype, device)
         assert verdict == (True, "Triton kernels, 1.25 times the dense speed when tried")
         assert timed[-1][:3] == (codec, (512, 1024), pattern) and timed[-1][4:] == (dtype, device)
-        assert abs(timed[-1][3] - (1 if pattern else share)) <= 0.03  # blocks are padded
+        assert abs(timed[-1][3] - (1 if pattern else share)) <= 0.051  # blocks are padded, and shares rounded
     assert codec.decoding((8, 8), pattern, 0.2, dtype, device) == (False, f"smaller than {timing.LEAST} weights")
     assert codec.decoding((512, 1024), pattern, 0.2, torch.float64, device) == (False, "no kernel for torch.float64")
     assert codec.decoding((512, 1024), pattern, 0.2, dtype, torch.device("mps")) == (False, "no kernel for mps")
