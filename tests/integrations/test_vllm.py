@@ -372,6 +372,7 @@ def assert_served_as_dense(folder, abs):
     return llm
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's product of 4 bits needs AVX-512")
 @pytest.mark.parametrize("name", [name for name, bits in QUANTIZED if bits == 4 and name != "mixtral"])
 def test_four_bits_in_compressed_tensors_are_served_as_dense(name, saved, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")  # with AMX, vLLM would round the inputs to 8 bits
