@@ -265,7 +265,10 @@ def _send_receive(
         if tensor is not None and tensor.numel()
     ]
     for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait(TIMEOUT)  # else gloo waits for `CONNECTING`
+        if group is None:
+            work.wait()  # over NCCL, where a time-out would block the host
+        else:
+            work.wait(TIMEOUT)  # else gloo waits for `CONNECTING`
 
 
 def _carried(tensor: Tensor, on_gpus: bool) -> Tensor:
