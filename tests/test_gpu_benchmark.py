@@ -7,18 +7,18 @@ import gpu
 import gpu_pieces
 import pytest
 import torch
-from marks import slow
+from marks import slow_but
 
 from optimum_moonshot import devices
 
 PIECES = gpu_pieces.pieces()
 # One of each kind; the others differ in their shapes and settings.
-RUNS = ["1b-2:4-0.9", "1b-0.5-1", slow("1b-one-shot"), "resnet-50", slow("deit-base")]
+RUNS = ["1b-2:4-0.9", "1b-0.5-1", "1b-one-shot", "resnet-50", "deit-base"]
 PRODUCTS = ["kernels-bitmask", "kernels-quantized"]
 OTHERS = ["nccl", "rotation-8b", "generate", "kernels-torch"]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but({"1b-2:4-0.9", "1b-0.5-1", "resnet-50"}, RUNS))
 def test_a_run_is_planned_and_measured(name):
     *_, row = PIECES[name].run(True)
     json.dumps(row)

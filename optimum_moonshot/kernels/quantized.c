@@ -129,6 +129,14 @@ PUBLIC void moonshot_quantized_unpack(int bits, int64_t group, int dtype, int64_
     run(&t, last, threads);
 }
 
+/* Write codes and scale from dense [d_out, d_in]; meta and offsets are given. Returns as moonshot_pack_rows. */
+PUBLIC int moonshot_quantized_pack(int bits, int64_t group, int dtype, int64_t d_out, int64_t d_in, uint8_t *codes,
+                                   int64_t stored, const uint8_t *meta, const int64_t *offsets, void *scale,
+                                   const void *dense, int threads) {
+    const quantized_matrix w = matrix(bits, group, dtype, d_out, d_in, codes, stored, meta, offsets, scale);
+    return moonshot_pack_rows(&w, dense, threads);
+}
+
 /* offsets [d_out + 1]: the bytes of codes of all rows before each row. */
 PUBLIC void moonshot_quantized_offsets(int bits, int64_t d_out, int64_t d_in, const uint8_t *meta, int64_t *offsets) {
     const int64_t bytes = (d_in + 7) / 8;

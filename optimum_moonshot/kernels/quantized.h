@@ -64,6 +64,10 @@ extern const quantized_kernel moonshot_quantized_portable, moonshot_quantized_av
     moonshot_quantized_amx, moonshot_quantized_neon;
 extern const quantized_kernel *moonshot_quantized; /* the one in use */
 
+/* Write codes and scales of dense [d_out, d_in] to w, whose bits and offsets are given. Returns 0, or -1 if a group is
+ * not on the grid. */
+int moonshot_pack_rows(const quantized_matrix *w, const void *dense, int threads);
+
 /* Length of a row of inputs: whole blocks, and one more, so that rows of 2^n inputs use different sets of a cache. */
 INLINE int64_t quantized_stride(const quantized_matrix *w) { return (w->blocks + 1) * WORD; }
 

@@ -5,16 +5,13 @@
 #define ROUNDING 12582912.f /* 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even */
 
 typedef struct {
-    const void *dense; /* [d_out, d_in] */
-    const uint8_t *meta;
-    const int64_t *offsets;
-    int64_t per_row;
-    uint8_t *codes;
-    void *scale; /* [d_out, groups] */
-    int64_t group, groups, d_out, d_in;
-    int bits, dtype;
-    int failed; /* set if a group is not on the grid */
+    const quantized_matrix *w; /* whose codes and scales are written */
+    const void *dense;         /* [d_out, d_in] */
+    int failed;                /* set if a group is not on the grid */
 } packing;
+
+/* The largest code. */
+INLINE int top_code(const quantized_matrix *w) { return (1 << (w->bits - 1)) - 1; }
 
 /* As float_of_f16, without branches, so that compilers vectorize it; infinity becomes NaN, which is on no grid. */
 INLINE float finite_of_f16(uint16_t bits) {
@@ -24,14 +21,15 @@ INLINE float finite_of_f16(uint16_t bits) {
 }
 
 INLINE void load_block(const packing *p, int64_t row, int64_t first, float *to) {
-    const int64_t columns = p->d_in - first < WORD ? p->d_in - first : WORD;
-    const int64_t at = row * p->d_in + first;
-    const uint16_t *half = (const uint16_t *)p->dense + (p->dtype == F32 ? 0 : at);
-    if (p->dtype == BF16)
+    const int dtype = p->w->dtype;
+    const int64_t columns = p->w->d_in - first < WORD ? p->w->d_in - first : WORD;
+    const char *weights = (const char *)p->dense + (row * p->w->d_in + first) * dtype_bytes(dtype);
+    const uint16_t *half = (const uint16_t *)weights;
+    if (dtype == BF16)
         for (int64_t i = 0; i < columns; i++) to[i] = float_of_bf16(half[i]);
-    else if (p->dtype == F16)
+    else if (dtype == F16)
         for (int64_t i = 0; i < columns; i++) to[i] = finite_of_f16(half[i]);
-    else memcpy(to, (const float *)p->dense + at, (size_t)columns * sizeof(float));
+    else memcpy(to, weights, (size_t)columns * sizeof(float));
     for (int64_t i = columns; i < WORD; i++) to[i] = 0;
 }
 
@@ -65,12 +63,13 @@ INLINE int reproduces_block(int dtype, const float *weights, float scale, float 
 
 /* Whether nearest codes times the scale are the weights from input `first` on; the first block is in `block`. */
 static int reproduces(const packing *p, int64_t row, int64_t first, int64_t last, const float *block, float scale) {
-    const float top = (float)((1 << (p->bits - 1)) - 1);
+    const int dtype = p->w->dtype;
+    const float top = (float)top_code(p->w);
     float next[WORD];
     for (;; block = next) {
-        const int fits = p->dtype == BF16  ? reproduces_block(BF16, block, scale, top)
-                         : p->dtype == F16 ? reproduces_block(F16, block, scale, top)
-                                           : reproduces_block(F32, block, scale, top);
+        const int fits = dtype == BF16  ? reproduces_block(BF16, block, scale, top)
+                         : dtype == F16 ? reproduces_block(F16, block, scale, top)
+                                        : reproduces_block(F32, block, scale, top);
         if (!fits || (first += WORD) >= last) return fits;
         load_block(p, row, first, next);
     }
@@ -100,65 +99,60 @@ static float find_scale(const packing *p, int64_t row, int64_t first, int64_t la
         }
     }
     if (largest == 0) return 0;
-    for (int top = (1 << (p->bits - 1)) - 1; top > 0; top--)
+    for (int top = top_code(p->w); top > 0; top--)
         for (int step = 0; step < 3; step++) {
-            const float scale = neighbour(p->dtype, largest / (float)top, steps[step]);
+            const float scale = neighbour(p->w->dtype, largest / (float)top, steps[step]);
             if (reproduces(p, row, first, last, block, scale)) return scale;
         }
     return -1;
 }
 
-static uint8_t *write_block(const packing *p, uint64_t word, const float *codes, uint8_t *to) {
-    const int zero = 1 << (p->bits - 1);
+/* Write the codes of a block, of the weights that `word` has; returns the end. */
+static uint8_t *write_block(uint64_t word, const float *codes, int bits, uint8_t *to) {
+    const int zero = 1 << (bits - 1);
     uint32_t pending = 0;
     int count = 0;
     for (; word; word &= word - 1) {
         pending |= (uint32_t)((int)codes[__builtin_ctzll(word)] + zero) << count;
-        for (count += p->bits; count >= 8; count -= 8, pending >>= 8) *to++ = (uint8_t)pending;
+        for (count += bits; count >= 8; count -= 8, pending >>= 8) *to++ = (uint8_t)pending;
     }
     if (count) *to++ = (uint8_t)pending;
     return to;
 }
 
-static void store_scale(const packing *p, int64_t at, float scale) {
-    if (p->dtype == F32) ((float *)p->scale)[at] = scale;
-    else ((uint16_t *)p->scale)[at] = p->dtype == BF16 ? bf16_of_float(scale) : f16_of_float(scale);
+static void store_scale(const quantized_matrix *w, int64_t at, float scale) {
+    if (w->dtype == F32) ((float *)w->scale)[at] = scale;
+    else ((uint16_t *)w->scale)[at] = w->dtype == BF16 ? bf16_of_float(scale) : f16_of_float(scale);
 }
 
 static void pack_rows(const void *context, int64_t first, int64_t last) {
     packing *p = (packing *)context;
-    const float top = (float)((1 << (p->bits - 1)) - 1);
+    const quantized_matrix *w = p->w;
+    const float top = (float)top_code(w);
     for (int64_t row = first; row < last; row++) {
-        const uint8_t *meta = p->meta ? p->meta + row * ((p->d_in + 7) / 8) : NULL;
-        uint8_t *to = p->codes + (p->offsets ? p->offsets[row] : row * p->per_row);
-        for (int64_t start = 0, number = 0; start < p->d_in; start += p->group, number++) {
-            const int64_t end = start + p->group < p->d_in ? start + p->group : p->d_in;
+        const uint8_t *meta = meta_row(w, row);
+        uint8_t *to = (uint8_t *)code_row(w, row);
+        for (int64_t start = 0, number = 0; start < w->d_in; start += w->group, number++) {
+            const int64_t end = start + w->group < w->d_in ? start + w->group : w->d_in;
             const float scale = find_scale(p, row, start, end);
             if (scale < 0) {
                 __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
                 return;
             }
-            store_scale(p, row * p->groups + number, scale);
+            store_scale(w, row * w->groups + number, scale);
             for (int64_t at = start; at < end; at += WORD) {
-                const int64_t columns = p->d_in - at;
-                const uint64_t all = columns >= WORD ? ~0ull : (1ull << columns) - 1;
                 float weights[WORD], codes[WORD];
                 load_block(p, row, at, weights);
                 nearest_codes(weights, scale ? scale : 1, top, codes);
-                to = write_block(p, meta ? read_word(meta + at / 8, columns) : all, codes, to);
+                to = write_block(block_word(w, meta, at / WORD), codes, w->bits, to);
             }
         }
     }
 }
 
-/* scale [d_out, groups] and the codes of dense [d_out, d_in], of one dtype, in the places that meta and offsets, or
- * per_row, give them. Returns 0, or -1 if a group is not on the grid. */
-PUBLIC int moonshot_quantized_pack(int bits, int64_t group, int dtype, int64_t d_out, int64_t d_in, uint8_t *codes,
-                                   int64_t stored, const uint8_t *meta, const int64_t *offsets, void *scale,
-                                   const void *dense, int threads) {
-    packing p = {dense, meta,  offsets, d_out ? stored / d_out : 0, codes, scale, group, (d_in + group - 1) / group,
-                 d_out, d_in, bits,    dtype,                      0};
-    row_task rows = {pack_rows, &p, NULL, d_in, dtype_bytes(dtype), 0, 0, d_out, 0, 0};
+int moonshot_pack_rows(const quantized_matrix *w, const void *dense, int threads) {
+    packing p = {w, dense, 0};
+    row_task rows = {pack_rows, &p, NULL, w->d_in, dtype_bytes(w->dtype), 0, 0, w->d_out, 0, 0};
     moonshot_run(&rows, threads, 8, 1);
     return -p.failed;
 }

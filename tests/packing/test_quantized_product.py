@@ -223,7 +223,7 @@ def test_the_kernels_of_gpus_are_timed_with_as_many_weights(name, pattern, dtype
         verdict = codec.decoding((512, 1024), pattern, fraction, dtype, device)
         assert verdict == (True, "Triton kernels, 1.25 times the dense speed when tried")
         assert timed[-1][:3] == (codec, (512, 1024), pattern) and timed[-1][4:] == (dtype, device)
-        assert abs(timed[-1][3] - (1 if pattern else share)) <= 0.051  # blocks are padded, and shares rounded
+        assert abs(timed[-1][3] - (1 if pattern else share)) <= 0.03  # blocks are padded
     assert codec.decoding((8, 8), pattern, 0.2, dtype, device) == (False, f"smaller than {timing.LEAST} weights")
     assert codec.decoding((512, 1024), pattern, 0.2, torch.float64, device) == (False, "no kernel for torch.float64")
     assert codec.decoding((512, 1024), pattern, 0.2, dtype, torch.device("mps")) == (False, "no kernel for mps")
