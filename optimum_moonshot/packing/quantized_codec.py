@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import require
-from ..kernels import find_library
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.patterns import NM
-from .bitmask_speed import SLOWER
 from .codec import INPUTS, Codec, Parts, Verdict
 from .quantized import check_packed, find_offsets, pack, packed_bytes, select_rows, unpack
 from .quantized_product import QuantizedTensors, grouped_product, quantized_linear
-from .timing import LEAST, gpu_lacks, timed_verdict
+from .timing import LEAST, kernel_lacks, kernel_name, timed_verdict
 
 FASTER = ("vbmi2", "amx")  # instruction sets whose product of one row is faster than the dense one at any sparsity
 _NAME = re.compile(r"int([0-9])g([1-9][0-9]{0,8})")
@@ -149,8 +147,7 @@ class Quantized(Codec):
         lacks = self._lacks(shape, dtype, device)
         if lacks is not None:
             return Verdict(False, lacks)
-        library = find_library() if device.type == "cpu" else None
-        name = "Triton" if library is None else library.instruction_set
+        name = kernel_name(device)
         if name in FASTER:
             return Verdict(True, f"{name} kernels for {self.name}")
         # Bits per weight: those of a bitmask, unless all weights are stored, a scale per group, and the codes.
@@ -160,16 +157,9 @@ class Quantized(Codec):
 
     def _lacks(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> str | None:
         """The reason why no kernel can be faster; None if one can."""
-        if device.type != "cpu":
-            lacks = gpu_lacks("quantized", dtype, device)
-        elif (library := find_library()) is None:
-            lacks = "no compiled kernel here"
-        elif self.inputs != INPUTS[0]:
+        lacks = kernel_lacks("quantized", dtype, device)
+        if lacks is None and device.type == "cpu" and self.inputs != INPUTS[0]:
             lacks = "the kernel is slower for inputs that are not rounded"
-        elif library.instruction_set in SLOWER:
-            lacks = f"the {library.instruction_set} kernel is slower"
-        else:
-            lacks = None if library.computes(dtype) else f"no kernel for {dtype}"
         small = shape[0] * shape[1] < LEAST
         return f"smaller than {LEAST} weights" if lacks is None and small else lacks
 

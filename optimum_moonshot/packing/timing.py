@@ -9,23 +9,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import find_gpu_kernels
+from ..kernels import find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .codec import Codec, Verdict
 
 LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
+SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
 _MEASURED = 1 << 24  # most weights of a matrix in a measurement
 _CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more than any cache
 _ROUNDS = 30
 
 
-def gpu_lacks(formats: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why no kernel of `find_gpu_kernels` can be faster on a device other than a CPU; None if one can."""
+def kernel_lacks(formats: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why no kernel for a packed format can be faster on a device; None if one can.
+
+    `formats` is the name in `find_gpu_kernels`.
+    """
+    if device.type == "cpu":
+        library = find_library()
+        if library is None:
+            return "no compiled kernel here"
+        if library.instruction_set in SLOWER:
+            return f"the {library.instruction_set} kernel is slower"
+        return None if library.computes(dtype) else f"no kernel for {dtype}"
     if device.type != "cuda":
         return f"no kernel for {device.type}"
     if find_gpu_kernels(formats) is None:
         return "no kernel for cuda: Triton is missing"
     return None if dtype.itemsize <= 4 else f"no kernel for {dtype}"
+
+
+def kernel_name(device: torch.device) -> str:
+    """The kernels of a device: an instruction set of the library, or "Triton"."""
+    library = find_library() if device.type == "cpu" else None
+    return "Triton" if library is None else library.instruction_set
 
 
 def timed_verdict(

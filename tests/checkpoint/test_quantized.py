@@ -146,7 +146,7 @@ def test_auto_packs_layers_by_the_verdict_of_their_format(tmp_path, monkeypatch)
     monkeypatch.setattr("optimum_moonshot.packing.quantized_codec.LEAST", 1)
     sets = ("portable", "neon", "avx2", "avx512", "vbmi2", "amx")
     monkeypatch.setattr("optimum_moonshot.packing.quantized_codec.FASTER", sets)
-    monkeypatch.setattr("optimum_moonshot.packing.quantized_codec.SLOWER", ())
+    monkeypatch.setattr("optimum_moonshot.packing.timing.SLOWER", ())
     model = load_pruned(tmp_path, runtime="auto")
     assert model.moonshot_runtime
     assert all("kernels for int4g64" in entry or "no kernel" in entry for entry in model.moonshot_runtime.values())

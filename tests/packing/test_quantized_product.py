@@ -12,7 +12,7 @@ from torch import nn
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask_speed, find_codec, quantized, quantized_codec, quantized_product, timing
+from optimum_moonshot.packing import bitmask_speed, find_codec, quantized, quantized_product, timing
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 PATTERNS = [None, NM(2, 4), NM(4, 4)]
@@ -23,7 +23,7 @@ ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 def route(request, monkeypatch):
     """With the compiled library, and without."""
     if request.param == "torch":
-        for module in (quantized, quantized_codec, quantized_product):
+        for module in (quantized, quantized_product):
             monkeypatch.setattr(module, "find_library", lambda: None)
     elif find_library() is None:
         pytest.skip("installed without a C compiler")
@@ -205,7 +205,7 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
         monkeypatch.setattr(timing, "_gain", lambda *_: 0.9)
         monkeypatch.setattr(library, "instruction_set", "avx2")
         assert verdict() == (False, "avx2 kernels, 0.90 times the dense speed when tried")
-    monkeypatch.setattr(quantized_codec, "find_library", lambda: None)
+    monkeypatch.setattr(timing, "find_library", lambda: None)
     assert verdict() == (False, "no compiled kernel here")
 
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def small_layers_count(monkeypatch):
     """A processor with AVX2 kernels, regardless of the real one, and no lower limit on layer sizes."""
     library = SimpleNamespace(instruction_set="avx2", computes=lambda dtype: dtype.itemsize < 8)
-    monkeypatch.setattr(bitmask_speed, "find_library", lambda: library)
+    monkeypatch.setattr(timing, "find_library", lambda: library)
     monkeypatch.setattr(bitmask_speed, "LEAST", 1)
 
 
@@ -32,7 +32,7 @@ def verdict(dtype=torch.bfloat16, device=CPU, share=0.5625, shape=(2048, 2048)):
 
 def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
     library = SimpleNamespace(instruction_set="portable", computes=lambda dtype: dtype.itemsize < 8)
-    monkeypatch.setattr(bitmask_speed, "find_library", lambda: library)
+    monkeypatch.setattr(timing, "find_library", lambda: library)
     assert verdict() == (False, "the portable kernel is slower")
     for library.instruction_set in ("avx2", "avx512", "vbmi2", "amx"):
         assert verdict() == (True, f"{library.instruction_set} kernels")
@@ -43,7 +43,7 @@ def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
         assert verdict(torch.float64) == (False, "no kernel for torch.float64")
         assert verdict(shape=(256, 512)) == (False, "smaller than 262144 weights")
     assert verdict(device=torch.device("mps")) == (False, "no kernel for mps")
-    monkeypatch.setattr(bitmask_speed, "find_library", lambda: None)
+    monkeypatch.setattr(timing, "find_library", lambda: None)
     assert verdict() == (False, "no compiled kernel here")
     monkeypatch.setattr(timing, "find_gpu_kernels", lambda *_: None)
     assert verdict(device=torch.device("cuda")) == (False, "no kernel for cuda: Triton is missing")
@@ -58,7 +58,7 @@ def test_unmeasured_hardware_is_timed(monkeypatch):
     monkeypatch.setattr(timing, "_gain", lambda *facts: next(gains))
     monkeypatch.setattr(timing, "find_gpu_kernels", lambda *_: timing)
     library = SimpleNamespace(instruction_set="neon", computes=lambda dtype: True)
-    monkeypatch.setattr(bitmask_speed, "find_library", lambda: library)
+    monkeypatch.setattr(timing, "find_library", lambda: library)
     for device, name in ((CPU, "neon"), (torch.device("cuda", 0), "Triton")):
         assert verdict(device=device) == (True, f"{name} kernels, 1.30 times the dense speed when tried")
         assert verdict(device=device) == (False, f"{name} kernels, 0.80 times the dense speed when tried")
@@ -100,7 +100,7 @@ def test_auto_unpacks_slower_layers(small_layers_count, monkeypatch, caplog):
     chosen = pruner.to_runtime()
     assert held(pruner.model) == {name for name in chosen if "mlp" in name}
     assert "packed: 9 of 21 layers" in caplog.text and "dense: 12 (smaller than 300 weights)" in caplog.text
-    monkeypatch.setattr(bitmask_speed, "find_library", lambda: None)
+    monkeypatch.setattr(timing, "find_library", lambda: None)
     pruner.to_runtime()
     assert not held(pruner.model)
     assert "runtime='auto': dense: 21 of 21 layers (no compiled kernel here)" in caplog.text
@@ -141,7 +141,7 @@ def test_auto_loads_dense_where_packing_is_not_faster(loader, packed, monkeypatc
         (None, "no compiled kernel here"),
         (SimpleNamespace(instruction_set="avx2", computes=lambda dtype: True), "smaller than 262144 weights"),
     ):
-        monkeypatch.setattr(bitmask_speed, "find_library", lambda library=library: library)
+        monkeypatch.setattr(timing, "find_library", lambda library=library: library)
         model = LOADERS[loader](packed[0], "auto")
         assert_same(packed[1], model)
         assert f"runtime='auto': dense: 21 of 21 layers ({why})" in caplog.text
@@ -185,6 +185,6 @@ def test_the_kernels_of_this_cpu_are_measured_or_timed():
     library = find_library()
     if library is None:
         pytest.skip("installed without a C compiler")
-    instruction_sets = {*bitmask_speed._MOST, *bitmask_speed.SLOWER, "neon"}
+    instruction_sets = {*bitmask_speed._MOST, *timing.SLOWER, "neon"}
     assert library.instruction_set in instruction_sets and set(library.instruction_sets) <= instruction_sets
     assert verdict().faster == (library.instruction_set in bitmask_speed._MOST) or library.instruction_set == "neon"
