@@ -85,7 +85,7 @@ def test_hidden_size_and_other_parts_leave_together():
 
 
 def test_the_hidden_size_is_a_multiple():
-    assert shrunk(model=low_rank(), parameters=0.8)[1].hidden_size == (16, 8)
+    assert shrunk(model=low_rank(), parameters=0.8, hidden_multiple=8)[1].hidden_size == (16, 8)
     pruner, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=12)
     assert report.hidden_size == (16, 12) and pruner.model.config.hidden_size == 12
     _, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=32)
