@@ -70,11 +70,14 @@ static void store_floats(int dtype, const float *from, int64_t count, void *to) 
 }
 
 #ifndef QUANTIZE
-/* The product is rounded to float before it is rounded to an integer, whether or not the CPU has fused multiply-adds. */
+/* The product is rounded to float before it is rounded to an integer. Compilers fuse a multiplication and an addition
+ * where the CPU can, but not across the conversion to double. */
 INLINE void quantize_block(const float *p, float inverse, int8_t *to) {
     for (int i = 0; i < WORD; i++) {
-        const float exact = (float)((double)p[i] * (double)inverse) + 0x1.8p23f;
-        to[i] = (int8_t)bits_of_float(exact);
+        const double whole = (double)(p[i] * inverse) + 0x1.8p52;
+        uint64_t bits;
+        memcpy(&bits, &whole, 8);
+        to[i] = (int8_t)bits;
     }
 }
 #define QUANTIZE(p, inverse, to) quantize_block(p, inverse, to)

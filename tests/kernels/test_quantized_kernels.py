@@ -29,14 +29,24 @@ def compiled(tmp_path_factory):
     """A file with the kernels for AMX, emulated."""
     if "vbmi2" not in SETS:
         pytest.skip("the other kernels need AVX-512 VBMI2 and VNNI")
-    return emulated_kernels.build(tmp_path_factory.mktemp("emulated"))
+    return emulated_kernels.build(tmp_path_factory.mktemp("emulated"), emulated_kernels.AMX)
 
 
-@pytest.fixture(params=[*SETS, pytest.param("emulated amx", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory):
+    """A file with the portable kernels, compiled with fused multiplications and additions."""
+    return emulated_kernels.build(tmp_path_factory.mktemp("fused"), emulated_kernels.PORTABLE)
+
+
+COMPILED = {"emulated amx": ("compiled", "amx"), "fused portable": ("fused", "portable")}
+
+
+@pytest.fixture(params=[*SETS, *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)])
 def kernels(request):
     """The library, with each instruction set in turn."""
-    if request.param == "emulated amx":
-        yield emulated_kernels.emulated(LIBRARY, request.getfixturevalue("compiled"), "amx")
+    if request.param in COMPILED:
+        file, kernel = COMPILED[request.param]
+        yield emulated_kernels.emulated(LIBRARY, request.getfixturevalue(file), kernel)
         return
     LIBRARY.use(request.param)
     yield LIBRARY

@@ -1,4 +1,8 @@
-"""The quantized kernels for AMX, with tiles in plain C (`emulated_tiles.h`), for CPUs that have only the rest."""
+"""Quantized kernels compiled as for another CPU.
+
+Those for AMX have tiles in plain C (`emulated_tiles.h`), for CPUs that have only the rest. In the portable ones the
+compiler may fuse multiplications and additions, as on Arm.
+"""
 
 import copy
 import ctypes
@@ -11,23 +15,26 @@ import pytest
 from optimum_moonshot.kernels import Library
 from optimum_moonshot.kernels import library as module
 
-SOURCES = ("quantized_amx.c", "quantized_vnni.c", "quantized.c", "quantized_pack.c", "parallel.c")
+SHARED = ("quantized.c", "quantized_pack.c", "parallel.c")
+AMX = ("quantized_amx.c", "quantized_vnni.c", *SHARED)
+PORTABLE = ("quantized_portable.c", *SHARED)
 
 
-def build(folder: Path) -> Path:
-    """Compile the kernels for this CPU; skips the test without a compiler or sources."""
+def build(folder: Path, sources: tuple[str, ...]) -> Path:
+    """Compile the kernels in `AMX` or `PORTABLE` for this CPU; skips the test without a compiler or sources."""
     compiler, kernels = shutil.which("gcc"), Path(module.__file__).parent
-    if compiler is None or not (kernels / SOURCES[0]).exists():
+    if compiler is None or not (kernels / sources[0]).exists():
         pytest.skip("no gcc, or no sources")
-    tiles, path = Path(__file__).with_name("emulated_tiles.h"), folder / "emulated.so"
-    command = [compiler, "-std=gnu11", "-O1", "-fPIC", "-shared", "-march=native", "-include", str(tiles)]
+    path, tiles = folder / "emulated.so", Path(__file__).with_name("emulated_tiles.h")
+    command = [compiler, "-std=gnu11", "-O2", "-fPIC", "-shared", "-march=native", "-ffp-contract=fast"]
+    command += ["-include", str(tiles)] if sources is AMX else []
     linker = ["-Wl,-z,defs"]  # fails for a missing source, not when the library is loaded
-    subprocess.run([*command, *(str(kernels / name) for name in SOURCES), *linker, "-o", str(path)], check=True)
+    subprocess.run([*command, *(str(kernels / name) for name in sources), *linker, "-o", str(path)], check=True)
     return path
 
 
 def emulated(library: Library, path: Path, kernel: str) -> Library:
-    """A library whose products are those of "amx" or "vnni" in a file of `build`."""
+    """A library whose products are those of "amx", "vnni" or "portable" in a file of `build`."""
     functions, copied = ctypes.CDLL(str(path)), copy.copy(library)
     for name in ("_quantized_product", "_quantized_grouped", "_quantized_unpack"):
         function, original = functions["moonshot" + name], getattr(library, name)
