@@ -25,7 +25,7 @@ SHAPES = [  # and a group
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def amx(tmp_path_factory):
     """A file with the kernels for AMX, emulated."""
     if "vbmi2" not in SETS:
         pytest.skip("the other kernels need AVX-512 VBMI2 and VNNI")
@@ -38,7 +38,7 @@ def fused(tmp_path_factory):
     return emulated_kernels.build(tmp_path_factory.mktemp("fused"), emulated_kernels.PORTABLE)
 
 
-COMPILED = {"emulated amx": ("compiled", "amx"), "fused portable": ("fused", "portable")}
+COMPILED = {"emulated amx": ("amx", "amx"), "fused portable": ("fused", "portable")}  # fixture, kernel
 
 
 @pytest.fixture(params=[*SETS, *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)])
@@ -199,13 +199,13 @@ def test_damaged_metadata_ends_no_process(kernels):
 
 
 @pytest.mark.slow
-def test_products_with_tiles_are_those_with_vectors_bit_for_bit(compiled):
+def test_products_with_tiles_are_those_with_vectors_bit_for_bit(amx):
     generator = torch.Generator().manual_seed(2)
     for number, ((_, _, matrix), _) in enumerate(cases(torch.float32)):
         for rows in (16, 17, 33, 40)[number % 2 :: 2]:
             inputs = torch.randn(rows, matrix.shape[1], generator=generator)
             tiles, vectors = (
-                emulated_kernels.emulated(LIBRARY, compiled, kernel).quantized_product(inputs, matrix, None)
+                emulated_kernels.emulated(LIBRARY, amx, kernel).quantized_product(inputs, matrix, None)
                 for kernel in ("amx", "vnni")
             )
             assert torch.equal(tiles, vectors)
