@@ -13,7 +13,7 @@ from .config import MoonshotConfig
 from .errors import MoonshotError, Option, Text, check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite
-from .objective.patterns import Experts, MixedNM, Pattern, Unstructured
+from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzeros
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
 from .solvers.quantization import on_grid
@@ -110,7 +110,9 @@ def _quantized(config: MoonshotConfig, weight: Tensor) -> Pattern:
 
 
 def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
-    return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
+    zeros = weight.numel() - int(torch.count_nonzero(weight))
+    notes = (*result.notes, *([f"{zeros:,} zeros of the weight remain"] if zeros else []))
+    return dataclasses.replace(result, weight=result.weight.to(weight.dtype), notes=notes)
 
 
 def _problem(
@@ -168,11 +170,13 @@ def build_objective(
     """
     if solver.objective.diagonal_only:
         squares = None if gradients is None else sum(part.float().square() for part in gradients).to(weight.device)
-        return DiagonalQuadratic.build(
-            weight, gram.diagonal(dim1=-2, dim2=-1), squares, 0 if gradients is None else len(gradients), lam
-        )
-    fisher = None if gradients is None else SampleGradients(gradients)
-    return Quadratic.build(weight, gram, fisher, lam, column_block=solver.column_block(weight.shape[1], pattern))
+        diagonal, samples = gram.diagonal(dim1=-2, dim2=-1), 0 if gradients is None else len(gradients)
+        return DiagonalQuadratic.build(weight, diagonal, squares, samples, lam, alive=nonzeros(weight))
+    fisher, column_block = (
+        None if gradients is None else SampleGradients(gradients),
+        solver.column_block(weight.shape[1], pattern),
+    )
+    return Quadratic.build(weight, gram, fisher, lam, column_block=column_block, alive=nonzeros(weight))
 
 
 def _check_config(config: Any) -> None:

@@ -5,6 +5,7 @@ Each matrix chooses from combinations of a sparsity and the bits of its survivor
 includes everything else in a packed checkpoint.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config import MoonshotConfig
+from ..errors import require
 from ..model.layers import PrunableLayer, other_parameters
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.loss_allocation import LossCurve, divide_bytes
@@ -32,18 +34,22 @@ class Choice:
     bits: int | None
 
     def bytes(self, layer: PrunableLayer, quant_group: int) -> float:
-        """Expected bytes of the packed matrix [d_out, d_in], or of the dense one where that is smaller."""
+        """The most bytes of the packed matrix [d_out, d_in], or of the dense one where that is smaller."""
         (d_out, d_in), itemsize = layer.shape, layer.parameter.dtype.itemsize
         weights, mask = d_out * d_in, d_out * -(-d_in // 8)
-        survivors = (1 - self.sparsity) * weights
+        survivors = weights - self.pattern().up_to(weights)
         if self.bits is None:
             return min(weights * itemsize, survivors * itemsize + mask)
         scales = d_out * Grid(self.bits, quant_group).groups(d_in) * itemsize
-        codes = survivors * self.bits / 8
-        if self.sparsity:  # the codes of a block end with a whole byte
-            padding = {8: 0.0, 4: 0.25, 3: 0.4375}[self.bits]
-            codes += mask + padding * d_out * -(-d_in // BLOCK)
-        return codes + scales
+        whole, rest = divmod(d_in, BLOCK)
+        dense = d_out * (whole * BLOCK * self.bits // 8 + -(-rest * self.bits // 8))
+        # The codes of a block end with a whole byte: the sparsity of a layer leaves open how many bits that wastes.
+        padding = {8: 0.0, 4: 4 / 8, 3: 7 / 8}[self.bits] * d_out * -(-d_in // BLOCK)
+        return scales + min(dense, mask + survivors * self.bits / 8 + padding)
+
+    def pattern(self, grid: Grid | None = None) -> Unstructured:
+        """The pattern of the layer's weights, with a grid of its bits."""
+        return Unstructured(self.sparsity, exact=True, grid=grid)
 
 
 def allocated_bits(config: MoonshotConfig) -> tuple[int, ...]:
@@ -57,7 +63,7 @@ def byte_patterns(variant: Variant, model: nn.Module) -> tuple[dict[str, Pattern
     """The pattern of every layer of a variant that has a curve, with its grid, and a note for the report.
 
     Raises:
-        MoonshotError: the budget is below the smallest choices.
+        MoonshotError: the budget is below the smallest choices; it names the field.
     """
     config, curves = variant.selection.config, variant.store.curves
     layers = {layer.name: layer for layer in variant.selection.layers if layer.name in curves}
@@ -66,13 +72,13 @@ def byte_patterns(variant: Variant, model: nn.Module) -> tuple[dict[str, Pattern
         name: [(choice.bytes(layers[name], config.quant_group), loss) for choice, loss in each.items()]
         for name, each in choices.items()
     }
-    budget = _budget(config, layers, model)
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
+    budget = _budget(config, layers, model, sum(min(each)[0] for each in points.values()), weights)
     chosen = {name: list(choices[name])[index] for name, index in divide_bytes(points, budget).items()}
     patterns: dict[str, Pattern] = {}
     for name, choice in chosen.items():
         grid = None if choice.bits is None else Grid(choice.bits, config.quant_group)
-        patterns[name] = Unstructured(choice.sparsity, exact=True, grid=grid)
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
+        patterns[name] = choice.pattern(grid)
     taken = sum(choice.bytes(layers[name], config.quant_group) for name, choice in chosen.items())
     counts = Counter("unrounded" if choice.bits is None else f"{choice.bits} bits" for choice in chosen.values())
     kinds = ", ".join(f"{count} layers {kind}" for kind, count in sorted(counts.items()))
@@ -83,23 +89,32 @@ def byte_patterns(variant: Variant, model: nn.Module) -> tuple[dict[str, Pattern
 
 
 def _choices(config: MoonshotConfig, curve: LossCurve) -> dict[Choice, float]:
-    """The loss of each combination."""
+    """The loss of each combination; no sparsity is below the fraction of weights that every mask removes."""
     choices: dict[Choice, float] = {}
+    sparsities = sorted({max(sparsity, curve.dead) for sparsity in SPARSITIES})
     if config.bits is None:
-        losses = [0.0, *curve.values(SPARSITIES[1:])]
-        choices |= {Choice(s, None): loss for s, loss in zip(SPARSITIES, losses, strict=True)}
+        losses = [0.0, *curve.values(sparsities[1:])]
+        choices |= {Choice(s, None): loss for s, loss in zip(sparsities, losses, strict=True)}
     for bits in curve.quantized:
-        losses = curve.of_bits(bits).values(SPARSITIES)
-        choices |= {Choice(s, bits): loss for s, loss in zip(SPARSITIES, losses, strict=True)}
+        losses = curve.of_bits(bits).values(sparsities)
+        choices |= {Choice(s, bits): loss for s, loss in zip(sparsities, losses, strict=True)}
     return choices
 
 
-def _budget(config: MoonshotConfig, layers: Mapping[str, PrunableLayer], model: nn.Module) -> float:
-    """Bytes for the layers."""
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
+def _budget(
+    config: MoonshotConfig, layers: Mapping[str, PrunableLayer], model: nn.Module, least: float, weights: int
+) -> float:
+    """Bytes for the layers, which have so many weights, and take at `least` so many bytes."""
     if config.bits_per_weight is not None:
-        return config.bits_per_weight * weights / 8
-    others = other_parameters(model, layers.values())
-    assert config.target_bytes_number is not None
-    headers = HEADER_BYTES * (TENSORS * len(layers) + len(others))
-    return config.target_bytes_number - sum(each.nbytes for each in others) - headers
+        budget = config.bits_per_weight * weights / 8
+        bits = math.ceil(8000 * least / max(1, weights)) / 1000
+        message, field, value = f"the smallest choices take {bits:g} bits per weight", "bits_per_weight", bits
+    else:
+        others, target = other_parameters(model, layers.values()), config.target_bytes_number
+        assert target is not None
+        fixed = sum(each.nbytes for each in others) + HEADER_BYTES * (TENSORS * len(layers) + len(others))
+        budget, value = target - fixed, math.ceil(least + fixed)
+        message = f"the smallest choices take {value:,} bytes, {fixed:,} of them for other parameters and headers"
+        field = "target_bytes"
+    require(least <= budget, message, field=field, value=getattr(config, field), hint=f"give at least {value}")
+    return budget

@@ -130,12 +130,12 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
     note = f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(patterns)} layers{separate}"
     total, least = sum(sizes.values()), sum(dead.values())
     if least > round(pattern.sparsity * total):
-        note += f"; inputs that are always 0 have {least / total:.4f} of the weights, above the target"
+        note += f"; {least / total:.4f} of the weights are 0 or at inputs that are always 0, above the target"
     return patterns, note
 
 
 def dead_weights(curves: Mapping[str, LossCurve]) -> dict[str, int]:
-    """The number of weights of each matrix that any mask removes: those at dead inputs."""
+    """The number of weights of each matrix that any mask removes: zeros, and those at dead inputs."""
     return {name: round(curve.dead * curve.size) for name, curve in curves.items()}
 
 

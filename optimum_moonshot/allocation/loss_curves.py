@@ -14,6 +14,7 @@ from ..objective.fisher import Fisher
 from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern, Unstructured
+from ..objective.quadratic import of_rows
 from ..pipeline.slices import ShardedExperts
 from ..pipeline.solve import ExpertStatistics, Statistics
 from ..pipeline.spec import Slicing, StatisticsSpec
@@ -56,29 +57,35 @@ def loss_curve(
     Raises:
         FactorizationError: a matrix's quadratic stays singular at the largest damping; it names the layer.
     """
-    weight = layer.matrix[sampled_rows(layer)].float()
+    rows, alive = sampled_rows(layer), layer.alive
+    weight, mask = layer.matrix[rows].float(), None if alive is None else alive[rows]
     try:
         if layer.separate:
             assert not hasattr(statistics, "solve")
-            return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns, grids)
+            weights, masks = (
+                None if each is None else each.unflatten(0, (layer.groups, -1)) for each in (weight, mask)
+            )
+            return _expert_curves(solver, weights, masks, statistics, patterns, grids)
         assert isinstance(statistics, LayerStatistics)
-        curve = matrix_curve(solver, weight, statistics, patterns, grids)
+        curve = matrix_curve(solver, weight, statistics, patterns, grids, mask)
     except FactorizationError as error:
         raise error.within(layer.name) from None
     scale = layer.shape[0] / len(weight)
     losses = tuple(scale * loss for loss in curve.losses)
     quantized = {bits: tuple(scale * loss for loss in each) for bits, each in curve.quantized.items()}
-    return dataclasses.replace(curve, size=layer.shape[0] * layer.shape[1], losses=losses, quantized=quantized)
+    size, removed = layer.shape[0] * layer.shape[1], _removed(layer.shape[0], alive, statistics)
+    return dataclasses.replace(curve, size=size, losses=losses, quantized=quantized, dead=removed)
 
 
 def _expert_curves(
     solver: Solver,
     weights: Tensor,
+    alive: Tensor | None,
     statistics: LayerStatistics | ExpertStatistics,
     patterns: Sequence[Pattern],
     grids: Sequence[Grid],
 ) -> LossCurve:
-    """The curve of a layer of experts [E, d_out, d_in], with those of each.
+    """The curve of a layer of experts [E, d_out, d_in], with those of each; `alive` as in `build`, for all of them.
 
     An under-calibrated expert has the mean curve of the layer's others, and so no extreme sparsity.
     """
@@ -87,7 +94,10 @@ def _expert_curves(
     for index, expert in enumerate(statistics.groups(len(weights))):
         if expert is None:
             continue  # another process solves it
-        curve = None if expert.gradients is None else matrix_curve(solver, weights[index], expert, patterns, grids)
+        mask = None if alive is None else alive[index]
+        curve = (
+            None if expert.gradients is None else matrix_curve(solver, weights[index], expert, patterns, grids, mask)
+        )
         few = expert.tokens is not None and is_under_calibrated(int(expert.tokens), expert.inputs.shape[-1])
         measured.append((curve, curve is None or few))
     if isinstance(statistics, ShardedExperts):
@@ -114,19 +124,26 @@ def _total(curves: Sequence[LossCurve], size: int, factor: float = 1.0) -> LossC
 
 
 def matrix_curve(
-    solver: Solver, weight: Tensor, statistics: LayerStatistics, patterns: Sequence[Pattern], grids: Sequence[Grid]
+    solver: Solver,
+    weight: Tensor,
+    statistics: LayerStatistics,
+    patterns: Sequence[Pattern],
+    grids: Sequence[Grid],
+    alive: Tensor | None = None,
 ) -> LossCurve:
     """The curve of a matrix [d_out, d_in], or of some rows of one, as `loss_curve` measures it."""
     gradients = statistics.gradients
     assert isinstance(gradients, Fisher)
     if solver.objective.diagonal_only:
-        squares = statistics.inputs.diagonal(dim1=-2, dim2=-1)
-        statistics = LayerStatistics(squares, None, statistics.samples, diagonal=True, limit=statistics.limit)
-    objective = statistics.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]))
+        statistics = LayerStatistics(
+            _squares(statistics), None, statistics.samples, diagonal=True, limit=statistics.limit
+        )
+    objective = statistics.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]), alive)
     trials = solver.trials(objective, patterns)
     if isinstance(patterns[-1], Unstructured):
         trials = [*trials, torch.zeros_like(weight)]
-    importance = statistics.inputs if statistics.inputs.ndim == 1 else statistics.inputs.diagonal()[None]
+    squares = _squares(statistics)
+    importance = squares[None] if squares.ndim == 1 else of_rows(squares, len(weight))
 
     def losses(weights: Sequence[Tensor]) -> tuple[float, ...]:
         deltas = torch.stack([each - weight for each in weights])
@@ -136,14 +153,25 @@ def matrix_curve(
     quantized = {
         grid.bits: losses([grid.rounded(each, grid.search(each, importance)) for each in points]) for grid in grids
     }
-    return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized, _dead(statistics))
+    dead = _removed(len(weight), alive, statistics)
+    return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized, dead)
 
 
-def _dead(statistics: LayerStatistics) -> float:
-    """The fraction of the inputs that are always 0; 0 where all are, since magnitude decides then."""
-    inputs = statistics.inputs
-    dead = (inputs if statistics.diagonal else inputs.diagonal(dim1=-2, dim2=-1)) == 0
-    return 0.0 if bool(dead.all()) else float(dead.double().mean())
+def _squares(statistics: LayerStatistics) -> Tensor:
+    """Σ x², [d_in] or [groups, d_in]."""
+    return statistics.inputs if statistics.diagonal else statistics.inputs.diagonal(dim1=-2, dim2=-1)
+
+
+def _removed(d_out: int, alive: Tensor | None, statistics: LayerStatistics) -> float:
+    """The fraction of a matrix that every mask removes: zeros, and weights at inputs that are always 0.
+
+    Where all inputs are 0, magnitude decides, and their weights remain.
+    """
+    dead = _squares(statistics) == 0
+    dead = dead.logical_and(~dead.all())
+    if alive is None:
+        return float(dead.double().mean())
+    return float((~alive | (dead if dead.ndim == 1 else of_rows(dead, d_out))).double().mean())
 
 
 def _points(patterns: Sequence[Pattern]) -> tuple[float, ...]:

@@ -70,22 +70,26 @@ class LayerStatistics:
             inputs = self.inputs if shared else self.inputs[index]
             yield replace(self, inputs=inputs, gradients=gradients, extra={}, unknown=frozenset(), tokens=tokens)
 
-    def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
-        """The layer's quadratic at its dense weight [d_out, d_in], as a whole or for column blocks."""
+    def objective(
+        self, weight: Tensor, lam: float, column_block: int | None = None, alive: Tensor | None = None
+    ) -> Objective:
+        """The layer's quadratic at its weight [d_out, d_in], as a whole or for column blocks; `alive` as in `build`."""
         gradients = self.gradients if lam < 1 else None
         if self.diagonal:
             # They may be in host memory, and are no larger than the weight.
             assert not isinstance(gradients, Fisher)
             inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
-            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, self.limit)
+            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, self.limit, alive)
         assert not isinstance(gradients, Tensor)
-        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block, limit=self.limit)
+        return Quadratic.build(weight, self.inputs, gradients, lam, None, column_block, self.limit, alive)
 
-    def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
+    def layer_objective(
+        self, weight: Tensor, lam: float, column_block: int | None = None, alive: Tensor | None = None
+    ) -> Quadratic:
         """`objective` without gradients, with the `totals` that were collected with those of some rows."""
         assert self.totals is not None
         totals = Totals(reconstruction(weight, self.inputs, column_block), *self.totals, self.samples)
-        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, self.limit)
+        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, self.limit, alive)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import Option, Text, require
+from ..objective.patterns import nonzeros
 from .offload import mark_written
 
 WEIGHT = "weight"  # the name of the parameter in a module with one matrix
@@ -113,6 +114,13 @@ class PrunableLayer(ABC):
     def matrix(self) -> Tensor:
         """The weight as [d_out, d_in], to read."""
         return self.as_matrix(self.parameter.detach())
+
+    @property
+    def alive(self) -> Tensor | None:
+        """The `nonzeros` of the model's weight, [d_out, d_in], even if a substitute trains: a run keeps its zeros."""
+        weight = self.module._parameters[self.key]
+        assert weight is not None
+        return nonzeros(self.as_matrix(weight.detach()))
 
     def at(self: _Layer, module: nn.Module) -> _Layer:
         """The layer with only one of its modules."""

@@ -7,7 +7,7 @@ the lowest index. "n:m" retains n of every m consecutive inputs of a row.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -275,6 +275,22 @@ def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
     if len(nm) == len(patterns) and len({pattern.m for pattern in nm}) == 1:
         return _StackedNM(nm[0].n, nm[0].m, nm)
     return None
+
+
+def nonzeros(weight: Tensor) -> Tensor | None:
+    """Bool like a weight, False where it is zero; None without zeros, or without anything else."""
+    count = int(torch.count_nonzero(weight))
+    return None if count in (0, weight.numel()) else weight != 0
+
+
+def keep_alive(keep: Callable[[Tensor], Tensor], scores: Tensor, alive: Tensor | None) -> Tensor:
+    """The mask ``keep(scores)`` of a pattern for weights of which only those in `alive` (None: all) can survive.
+
+    The others have the smallest scores, so that the pattern's count includes them.
+    """
+    if alive is None:
+        return keep(scores)
+    return keep(scores.masked_fill(~alive, -torch.inf)) & alive
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:

@@ -92,6 +92,7 @@ class Quadratic:
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
     totals: Totals | None = None  # of the layer, if `fisher` covers some rows only
     limit: SliceLimit | None = None  # on the slices of rows that are processed at once
+    alive: Tensor | None = None  # bool [d_out, d_in], True for the weights that may be nonzero; None: all
 
     diagonal_only: ClassVar[bool] = False  # whether only the diagonals of G and A_k A_kᵀ are used
 
@@ -105,12 +106,14 @@ class Quadratic:
         totals: Totals | None = None,
         column_block: int | None = None,
         limit: SliceLimit | None = None,
+        alive: Tensor | None = None,
     ) -> Quadratic:
         """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
 
         `gram` is [d_in, d_in] or [groups, d_in, d_in] in float32, and `fisher` of the weight's rows, or of their column
         blocks of `column_block` inputs, a divisor of d_in; None at λ = 1. With the `totals` of the layer, `fisher` can
-        be passed to `part`, for some rows at a time. `limit` bounds slices of rows; None does not.
+        be passed to `part`, for some rows at a time. `limit` bounds slices of rows; None does not. `alive` are the
+        `patterns.nonzeros` of the weight before the run, whose zeros no solver fills.
 
         Raises:
             FactorizationError: G is far from positive semidefinite.
@@ -124,7 +127,7 @@ class Quadratic:
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         source = totals or fisher
         scalars = scales(lam, *at_zero, samples=source.samples if source else 0, dead=dead)
-        return cls(weight, gram, fisher, scalars, at_zero, totals, limit)
+        return cls(weight, gram, fisher, scalars, at_zero, totals, limit, alive)
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
         """The quadratic of some rows of the weight: a whole number of groups, or some within one."""
@@ -132,7 +135,8 @@ class Quadratic:
         if gram.ndim > 2:
             size = len(self.weight) // len(gram)
             gram = gram[rows.start // size : -(-rows.stop // size)]
-        return replace(self, weight=self.weight[rows], gram=gram, fisher=fisher.column_blocks(self.size))
+        alive = None if self.alive is None else self.alive[rows]
+        return replace(self, weight=self.weight[rows], gram=gram, fisher=fisher.column_blocks(self.size), alive=alive)
 
     @property
     def damping_unit(self) -> float:
@@ -199,6 +203,7 @@ class DiagonalQuadratic:
     scales: Scales
     losses_at_zero: tuple[float, float | None]
     limit: SliceLimit | None = None  # on slices of rows
+    alive: Tensor | None = None  # as of a `Quadratic`
 
     diagonal_only: ClassVar[bool] = True
 
@@ -211,13 +216,14 @@ class DiagonalQuadratic:
         samples: int,
         lam: float,
         limit: SliceLimit | None = None,
+        alive: Tensor | None = None,
     ) -> DiagonalQuadratic:
         """As `Quadratic.build`, from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples, limit))
         scalars = scales(lam, *at_zero, samples=samples, dead=dead)
-        return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero, limit)
+        return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero, limit, alive)
 
     def diagonal(self) -> Tensor:
         """F_k,jj, [d_out, d_in]."""

@@ -150,11 +150,11 @@ class CollectedRows(SlicedRows):
         """As `SlicedRows.solve`; at λ = 1 there are no gradients, and all rows are solved at once."""
         if lam < 1:
             return super().solve(solver, patterns, lam, column_block)
-        dtype = self.layer.parameter.dtype
-        return solve_matrix(solver, self.layer.matrix, dtype, patterns, self.statistics(column_block), lam)
+        return solve_matrix(solver, self.layer, self.layer.matrix, patterns, self.statistics(column_block), lam)
 
     def begin(self, lam: float, column_block: int | None) -> Quadratic:
-        self.scales = self.statistics(column_block).layer_objective(self.layer.matrix, lam, column_block)
+        whole, layer = self.statistics(column_block), self.layer
+        self.scales = whole.layer_objective(layer.matrix, lam, column_block, layer.alive)
         return self.scales
 
     def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
@@ -199,8 +199,17 @@ class ShardedRows(SlicedRows):
         """The losses at W = 0 of all rows are summed over the processes."""
         gradients, weight = self.statistics.gradients if lam < 1 else None, self.layer.matrix[self.rows]
         assert not isinstance(gradients, Tensor)
-        inputs, limit = self.statistics.inputs, self.backoff.limit
-        build = partial(Quadratic.build, weight, inputs, gradients, lam, column_block=column_block, limit=limit)
+        alive = self.layer.alive
+        build = partial(
+            Quadratic.build,
+            weight,
+            self.statistics.inputs,
+            gradients,
+            lam,
+            column_block=column_block,
+            limit=self.backoff.limit,
+            alive=None if alive is None else alive[self.rows],
+        )
 
         def sums() -> tuple[float, float, float]:
             reconstruction, fisher = build().losses_at_zero

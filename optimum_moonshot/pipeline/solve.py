@@ -58,7 +58,7 @@ def solve_layer(
     """
     if layer.separate:
         return _solve_experts(solver, layer, patterns, statistics, lam)
-    return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
+    return _solve_families(solver, layer, layer.matrix, patterns, statistics, lam)
 
 
 def _solve_experts(
@@ -76,9 +76,10 @@ def _solve_experts(
     for index, of_expert in enumerate(statistics.groups(layer.groups)):
         if of_expert is None:
             continue  # another process solves it
-        matrix = layer.expert(index).matrix.contiguous()
+        expert = layer.expert(index)
+        matrix = expert.matrix.contiguous()
         budgets = [_of_expert(pattern, index, matrix.numel()) for pattern in patterns]
-        solved = _solve_families(solver, matrix, like.dtype, budgets, of_expert, lam)
+        solved = _solve_families(solver, expert, matrix, budgets, of_expert, lam)
         for weight, results, result in zip(weights, parts, solved, strict=True):
             weight[index] = result.weight
             results.append(result._replace(weight=weight[index]))
@@ -141,9 +142,14 @@ def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | No
 
 
 def _solve_families(
-    solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: Sequence[Pattern], statistics: Statistics, lam: float
+    solver: Solver,
+    layer: PrunableLayer,
+    weight: Tensor,
+    patterns: Sequence[Pattern],
+    statistics: Statistics,
+    lam: float,
 ) -> list[SolvedLayer]:
-    """A matrix [d_out, d_in], which will be of `dtype`, by families of patterns that one elimination serves."""
+    """The matrix [d_out, d_in] of a layer by families of patterns that one elimination serves."""
     unstructured = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
     families = [unstructured] if unstructured and solver.ranks_removals else [[index] for index in unstructured]
     families += [[index] for index in range(len(patterns)) if index not in unstructured]
@@ -151,7 +157,7 @@ def _solve_families(
     for family in families:
         served = [patterns[index] for index in family]
         if isinstance(statistics, LayerStatistics):
-            solved = solve_matrix(solver, weight, dtype, served, statistics, lam)
+            solved = solve_matrix(solver, layer, weight, served, statistics, lam)
         else:
             assert hasattr(statistics, "solve")
             solved = statistics.solve(solver, served, lam, solver.column_block(weight.shape[1], served[0]))
@@ -161,16 +167,22 @@ def _solve_families(
 
 @plain_functions()
 def solve_matrix(
-    solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: LayerStatistics, lam: float
+    solver: Solver,
+    layer: PrunableLayer,
+    weight: Tensor,
+    patterns: list[Pattern],
+    statistics: LayerStatistics,
+    lam: float,
 ) -> list[SolvedLayer]:
-    """Prune a matrix [d_out, d_in], to be stored in `dtype`, by the statistics of all rows.
+    """Prune the matrix [d_out, d_in] of a layer by the statistics of all rows.
 
     The patterns are all unstructured, where the solver ranks removals; else there is one.
 
     Raises:
         FactorizationError: the quadratic stays singular at the largest damping.
     """
-    objective = statistics.objective(weight, lam, solver.column_block(weight.shape[1], patterns[0]))
+    block, dtype = solver.column_block(weight.shape[1], patterns[0]), layer.parameter.dtype
+    objective = statistics.objective(weight, lam, block, layer.alive)
     if solver.ranks_removals:
         assert isinstance(objective, Quadratic)  # as registration checks
         results = cast(RankingSolver, solver).solve_path(objective, patterns)

@@ -127,12 +127,14 @@ class Variant:
         allocated = layers if self.selection.config.allocation in METHODS[1:] else ()
         targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
         bits = {layer.name: layer.bits for layer in layers if layer.bits is not None}
+        zeros = [layer.zeros_before for layer in layers if layer.zeros_before]
+        remained = [f"{sum(zeros):,} zeros that {len(zeros)} layers had before the run remain"] if zeros else []
         return attach_report(
             prepared,
             self.selection,
             layers,
             seconds,
-            self.notes,
+            [*self.notes, *remained],
             None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was onloaded",
             {
                 "skipped": {**structure.skipped, **self.skipped},

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..masks import is_pruned
 from ..model.calls import calling
 from ..model.layers import PrunableLayer, by_visit, find_blocks
 from ..model.offload import bare_copy
-from ..objective.patterns import Pattern
+from ..objective.patterns import Pattern, nonzeros
 from .grid_weights import GridWeight
 from .student import SCALE_LR, Tensors
 from .tuning import BETAS
@@ -89,7 +90,8 @@ class StudentModel:
 
     Args:
         model: dense; its blocks may be offloaded.
-        pruned: the pruned layers and their matrices [d_out, d_in], whose zeros stay zeros.
+        pruned: the pruned layers and their matrices [d_out, d_in], whose zeros stay zeros, as those of other matrices
+            that are pruned already.
         patterns: of these layers, by name; a grid has the dtype of the model.
         on_host: whether masters, gradients and moments are in host memory.
     """
@@ -113,14 +115,13 @@ class StudentModel:
                     if name not in parameters:
                         memo[id(buffers[name])] = widened(model.get_buffer(name).detach()).clone()
                         continue
-                    value, layer = model.get_parameter(name).detach(), self.layers.get(name)
-                    if layer is not None:
-                        value = layer.as_parameter(weights[layer.name]).to(value.device)
-                    memo[id(parameters[name])] = self._add(name, value, layer, patterns)
+                    before, layer = model.get_parameter(name).detach(), self.layers.get(name)
+                    value = before if layer is None else layer.as_parameter(weights[layer.name]).to(before.device)
+                    memo[id(parameters[name])] = self._add(name, value, before, layer, patterns)
         self.module = bare_copy(model, memo).eval()
 
     def _add(
-        self, name: str, value: Tensor, layer: PrunableLayer | None, patterns: Mapping[str, Pattern]
+        self, name: str, value: Tensor, before: Tensor, layer: PrunableLayer | None, patterns: Mapping[str, Pattern]
     ) -> nn.Parameter:
         used = nn.Parameter(widened(value).contiguous().clone(), requires_grad=value.is_floating_point())
         if not used.requires_grad:
@@ -131,8 +132,10 @@ class StudentModel:
         grid = None if pattern is None or not bool(value.any()) else pattern.grid
         same = value.dtype == wide and grid is None and not self.on_host
         master = Master(name, used, value.dtype, used if same else nn.Parameter(value.to(place, wide, copy=True)))
-        if pattern is not None and (grid is None or pattern.sparsity):
-            master.keep = master.value.detach() != 0  # without a sparsity, a zero of a grid is a code
+        if grid is not None and pattern is not None and not pattern.sparsity:
+            master.keep = nonzeros(before.to(place))  # a zero is a code, unless the weight was zero before the run
+        elif pattern is not None or (value.ndim > 1 and is_pruned(value)):
+            master.keep = master.value.detach() != 0
         if layer is not None and grid is not None:
             master.grid = GridWeight.restore(replace(layer, substitute=master.value), grid)
         if not same:

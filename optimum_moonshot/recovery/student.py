@@ -164,8 +164,8 @@ class Student:
             pattern = self.patterns.get(layer.name)
             if pattern is not None and pattern.grid is not None:
                 self.grids[name] = GridWeight.restore(layer, pattern.grid)
-                if not pattern.sparsity:  # a zero is a code, no removed weight
-                    self.keep[name].fill_(True)
+                if not pattern.sparsity:  # a zero is a code, unless the weight was zero before the run
+                    self.keep[name] = self.dense[name].detach() != 0
 
     def snapshot(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]

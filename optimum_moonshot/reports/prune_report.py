@@ -68,6 +68,7 @@ class LayerReport:
     peak_memory: int = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
     notes: tuple[str, ...] = ()
     target_sparsity: float | None = None  # of the layer's pattern
+    zeros_before: int = 0  # zeros of the weight before the run, all of which remain
     bits: int | None = None  # of a surviving weight, if they are quantized
     packed_bytes: int | None = None  # of the weight in a packed checkpoint
     experts: ExpertChoice | None = None  # of a mixture with fewer experts

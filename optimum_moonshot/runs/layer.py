@@ -73,6 +73,7 @@ def solve(
             peak_memory=peak_bytes(device),
             notes=each.notes if calibrated else (),
             target_sparsity=pattern.sparsity,
+            zeros_before=layer.matrix.numel() - int(torch.count_nonzero(layer.matrix)),
             bits=None if pattern.grid is None else pattern.grid.bits,
             packed_bytes=packed_bytes(each.weight, pattern),
             expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..devices import is_gpu
 from ..objective.linalg import check_factored, parallel_map
-from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.patterns import NM, Pattern, Unstructured, keep_alive
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import row_slices, split_range
@@ -59,7 +59,7 @@ class ALPS(Solver):
         if not (objective.scales.a or objective.scales.b):  # no statistics: magnitude decides
             keep = pattern.keep(objective.weight.square())
             return finish(objective, objective.weight, keep, self.damping, self.damping)
-        return damped(objective, self.damping, lambda ridge: self._split(System(objective, ridge), pattern))
+        return damped(objective, self.damping, lambda ridge: self._split(objective, ridge, pattern))
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
         # SparseGPT takes a fraction of the time, and its losses have about the same ratios between patterns.
@@ -82,8 +82,9 @@ class ALPS(Solver):
         made = size.slices(8 * d_in**2) // size.threads
         return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + samples))
 
-    def _split(self, system: "System", pattern: Pattern) -> tuple[Tensor, Tensor]:
+    def _split(self, objective: Quadratic, ridge: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, both [d_out, d_in]."""
+        system = System(objective, ridge)
         dense = system.dense
         target = system.times(dense)
         free, image, sparse, dual = dense, target, dense, torch.zeros_like(dense)  # image: H_k free_k
@@ -95,7 +96,7 @@ class ALPS(Solver):
                 free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
                 shifted = free + dual / rho
                 check_factored(shifted.isfinite().all())
-                keep = pattern.keep(shifted.square())
+                keep = keep_alive(pattern.keep, shifted.square(), objective.alive)
                 sparse = torch.where(keep, shifted, 0)
                 dual = dual + rho * (free - sparse)
             changed = float((keep != previous).sum()) / 2 / max(1, int(keep.sum()))

@@ -255,7 +255,7 @@ def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
 def finish(
     objective: Objective, weight: Tensor, keep: Tensor, damping: float = 0.0, initial: float = 0.0
 ) -> PrunedWeight:
-    """The `PrunedWeight` with exact zeros where `keep` is False, and the notes of `notes_of`.
+    """The `PrunedWeight` with exact zeros where `keep` or `alive` of the objective is False, and notes.
 
     Args:
         objective: of the layer.
@@ -264,6 +264,7 @@ def finish(
         damping: that the factorisations needed; 0 without damping.
         initial: the hyperparameter ``damping``.
     """
+    keep = keep if objective.alive is None else keep & objective.alive
     return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, notes_of(objective, damping, initial))
 
 

@@ -27,6 +27,7 @@ from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
+from .alps import System
 from .base import PrunedWeight, Solver, damped, register_solver
 from .experts import best_subset, expert_mask
 from .hyperparameters import damping_option, hyperparameter
@@ -40,6 +41,8 @@ DEAD = 0.25
 SINGLE_CONDITION = 256.0
 # Largest residual of the minimiser's equations, relative to the right-hand side.
 RESIDUAL = 1e-6
+# Most steps of conjugate gradients on the remaining weights, where some of the given ones are zero.
+REFIT_STEPS = 100
 
 
 @register_solver("osscar")
@@ -66,7 +69,12 @@ class OSSCAR(Solver):
             for _ in range(round(pattern.sparsity * objective.weight.shape[1] / pattern.group)):
                 support.remove(support.cheapest())
             weight, groups = support.minimise(objective)
-            return weight, pattern.columns(groups).expand_as(weight).clone()
+            keep = pattern.columns(groups).expand_as(weight).clone()
+            if objective.alive is not None:  # the rows have different inputs
+                keep &= objective.alive
+                system = System(objective, ridge)
+                weight = system.refit(torch.where(keep, weight * system.scale, 0), keep, REFIT_STEPS)
+            return weight, keep
 
         return damped(objective, self.damping, attempt)
 

@@ -47,11 +47,14 @@ class Ranking:
     order: Tensor  # [rows, steps], inputs of the row
     losses: Tensor  # [rows, steps] in float64
     size: int  # inputs of a row
+    alive: Tensor | None = None  # bool [rows, size], True for the weights that may survive; None: all
 
     @classmethod
     def join(cls, parts: list["Ranking"]) -> "Ranking":
         """The rows of several rankings."""
-        return cls(torch.cat([part.order for part in parts]), torch.cat([part.losses for part in parts]), parts[0].size)
+        alive = [part.alive for part in parts if part.alive is not None]
+        order, losses = (torch.cat([getattr(part, name) for part in parts]) for name in ("order", "losses"))
+        return cls(order, losses, parts[0].size, torch.cat(alive) if alive else None)
 
     def keep(self, pattern: Pattern) -> Tensor:
         """Bool [rows, size]: False for the removals of smallest loss, as a prefix of each row's order."""
@@ -61,7 +64,8 @@ class Ranking:
             counts = (~pattern.keep(self.losses)).sum(1, keepdim=True)
         late = torch.arange(steps, device=self.order.device) >= counts
         keep = torch.ones(rows, self.size, dtype=torch.bool, device=self.order.device)
-        return keep.scatter_(1, self.order.long(), late)
+        keep.scatter_(1, self.order.long(), late)
+        return keep if self.alive is None else keep.logical_and_(self.alive)
 
 
 class RankingSolver(Protocol):
@@ -152,7 +156,8 @@ class Ranked(Solver):
         most = CPU_INPUTS // size * matrix if cpu else int(GPU_FRACTION * free_bytes(weight.device))
         parallel_map(eliminate, slices_within(slice(0, rows), matrix, most, objective.limit), weight.device)
         check_factored(torch.isfinite(losses))
-        return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
+        alive = None if objective.alive is None else objective.alive.reshape(-1, size)
+        return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size, alive)
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]:
         """The minimisers of the quadratic, with the damping of the ranking, on several masks, bool [rows, d_in] each.
@@ -204,23 +209,31 @@ class CAP(Ranked):
 
 
 def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
-    """F_k + μ_k I of some `row_weights`, [rows, size, size] in float64; where F_k is 0, μ_k is p × the layer's mean."""
+    """F_k + μ_k I of some `row_weights`, [rows, size, size] in float64; where F_k is 0, μ_k is p × the layer's mean.
+
+    The weights that are not `alive` are coupled with no other: their removal costs nothing, and changes nothing.
+    """
     hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     means = diagonal.mean(1, keepdim=True)
     if not means.all():
         means = torch.where(means == 0, objective.mean_diagonal() or 1.0, means)
     diagonal += damping * means
+    if objective.alive is not None:
+        gone = ~objective.alive.reshape(-1, objective.size)[rows]
+        hessians.masked_fill_(gone[:, :, None] | gone[:, None, :], 0).diagonal(dim1=1, dim2=2).add_(gone)
     return hessians
 
 
 class Inverses:
-    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 rows with the same G share one, which is computed once."""
+    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 rows with the same G share one, unless some weights are not alive."""
 
     def __init__(self, objective: Quadratic, damping: float):
         self.objective, self.damping = objective, damping
         self.shared: list[Tensor] | None = None
-        if not objective.scales.b:  # the inverses for all matrices in `gram`, each computed for the first of its rows
+        if (
+            not objective.scales.b and objective.alive is None
+        ):  # the inverses for all matrices in `gram`, each computed for the first of its rows
             which = objective.grams_of(slice(None))
             blocks = objective.weight.shape[1] // objective.size
             step = len(which) // (int(which[-1]) + 1) * blocks

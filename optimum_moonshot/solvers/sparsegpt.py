@@ -8,13 +8,14 @@ right: w_j: -= err·C_j,j:. C_k is the upper Cholesky factor of F_k⁻¹; `spars
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..objective.linalg import damped_inverse_factor, escalate
-from ..objective.patterns import NM, Pattern, Unstructured, stacked
+from ..objective.patterns import NM, Pattern, Unstructured, keep_alive, stacked
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range
@@ -74,7 +75,7 @@ class SparseGPT(Solver):
         rounding = None if grid is None else ColumnRounding(grid, weight)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0
         dense = factor is None or d_in < DENSE_BELOW * samples
-        dead = _dead_inputs(objective, pattern)
+        dead, alive = _dead_inputs(objective, pattern), objective.alive
         batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
         if isinstance(pattern, NM) and (dense or samples):
             state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
@@ -87,7 +88,9 @@ class SparseGPT(Solver):
                 factors = LowRankFactors(objective, factor, rows, widths)
             else:
                 factors = SharedFactor(factor)
-            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, rounding and rounding.part(rows), dead)
+            part = rounding and rounding.part(rows)
+            may_survive = None if alive is None else alive[rows]
+            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, part, dead, may_survive)
         if rounding is not None:
             weight = quantize(objective, weight, keep, rounding.grid, rounding.scale).float()
         return weight, keep
@@ -97,7 +100,8 @@ class SparseGPT(Solver):
         together = stacked(patterns)
         if together is None or objective.scales.b or objective.gram.ndim > 2:
             return super().trials(objective, patterns)
-        copies = replace(objective, weight=objective.weight.repeat(len(patterns), 1))
+        alive = None if objective.alive is None else objective.alive.repeat(len(patterns), 1)
+        copies = replace(objective, weight=objective.weight.repeat(len(patterns), 1), alive=alive)
         return list(self.solve(copies, together).weight.chunk(len(patterns)))
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
@@ -131,32 +135,40 @@ def prune_columns(
     widths: Widths,
     rounding: ColumnRounding | None = None,
     dead: Tensor | None = None,
+    alive: Tensor | None = None,
 ) -> Tensor:
     """Prune rows [r, d_in] in place, by comparison groups of columns from left to right; returns `keep`.
 
     With `rounding`, the surviving weights are rounded as well (GPTQ, arXiv 2210.17323). The pattern's sparsity includes
-    all weights at `dead` inputs, bool [d_in]; the others compete.
+    all weights at `dead` inputs, bool [d_in]; the others compete. Weights that are not `alive`, bool [r, d_in], are
+    removed in any case; the errors that reach them are compensated like others.
     """
     keep = torch.empty_like(weight, dtype=torch.bool)
     if dead is not None and isinstance(pattern, Unstructured):
         fraction = float(dead.double().mean())
         pattern = replace(pattern, sparsity=max(0.0, (pattern.sparsity - fraction) / (1 - fraction)))
     for columns in split_range(0, weight.shape[1], widths.compared):
-        pivots = factors.begin_group(weight, columns)
+        pivots, survivable = factors.begin_group(weight, columns), _columns_of(alive, columns)
         if isinstance(pattern, Unstructured):
-            keep[:, columns] = _keep_columns(pattern, (weight[:, columns] / pivots).square(), columns.start, dead)
+            select = partial(_keep_columns, pattern, start=columns.start, dead=dead)
+            keep[:, columns] = keep_alive(select, (weight[:, columns] / pivots).square(), survivable)
         if rounding is not None:
             unstructured = isinstance(pattern, Unstructured)
-            expected = keep[:, columns] if unstructured else pattern.keep((weight[:, columns] / pivots).square())
+            scores = (weight[:, columns] / pivots).square()
+            expected = keep[:, columns] if unstructured else keep_alive(pattern.keep, scores, survivable)
             rounding.begin_group(weight, columns, expected, pivots)
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
             factor = factors.begin_block(weight, columns, block, errors)
             inner = errors[:, block.start - columns.start : block.stop - columns.start]
             step = None if rounding is None else rounding.step(block)
-            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner, step)
+            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner, step, _columns_of(alive, block))
         factors.end_group(weight, columns, errors)
     return keep
+
+
+def _columns_of(mask: Tensor | None, columns: slice) -> Tensor | None:
+    return None if mask is None else mask[:, columns]
 
 
 def _dead_inputs(objective: Quadratic, pattern: Pattern) -> Tensor | None:
@@ -181,7 +193,13 @@ def _keep_columns(pattern: Unstructured, scores: Tensor, start: int, dead: Tenso
 
 
 def _prune_block(
-    weight: Tensor, factor: Tensor, pattern: Pattern, keep: Tensor, errors: Tensor, step: Tensor | None
+    weight: Tensor,
+    factor: Tensor,
+    pattern: Pattern,
+    keep: Tensor,
+    errors: Tensor,
+    step: Tensor | None,
+    alive: Tensor | None,
 ) -> None:
     """Prune a block column by column, and write its `errors` and (n:m) its `keep`.
 
@@ -192,7 +210,8 @@ def _prune_block(
     for column in range(weight.shape[1]):
         if isinstance(pattern, NM) and column % pattern.m == 0:
             group = slice(column, column + pattern.m)
-            keep[:, group] = pattern.keep((weight[:, group] / pivots[:, group]).square())
+            scores = (weight[:, group] / pivots[:, group]).square()
+            keep[:, group] = keep_alive(pattern.keep, scores, _columns_of(alive, group))
         lost = weight[:, column]
         if grid is not None and step is not None:
             rounded = grid.values(grid.codes(lost, step[:, column]), step[:, column]).float()
