@@ -127,7 +127,8 @@ class Bench:
                 results[Path(dataset).name] = 100 * result.value
             else:
                 length = self.options.sequence_length
-                result = perplexity(pruner.model, pruner.tokenizer, dataset, sequence_length=length, progress=True)
+                options = {"sequence_length": length, "bos": False, "progress": True}  # as published numbers
+                result = perplexity(pruner.model, pruner.tokenizer, dataset, **options)
                 results[Path(dataset).name] = result.value
         if self.tasks:
             result = zero_shot(pruner.model, pruner.tokenizer, self.tasks, progress=True)

@@ -128,11 +128,12 @@ class MoonshotPruner:
         end with the model that a single process would produce.
 
         Args:
-            calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
-                `datasets.Dataset`, or an iterable of model inputs: dictionaries, or pairs of inputs and labels. For an
-                image model, a folder with one sub-folder of images per class, Parquet, a Hub name or a `Dataset` with
-                a column of images. "self" or a `SelfCalibration`: text that the dense model generates first. None:
-                `config.calibration`. Magnitude pruning needs no data, but reports losses if given some.
+            calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines), CSV or Parquet, the name of a data set
+                on the Hub, a list of strings or of conversations, a `datasets.Dataset`, or an iterable of model inputs:
+                dictionaries, or pairs of inputs and labels. For an image model, a folder with one sub-folder of images
+                per class, Parquet, a Hub name or a `Dataset` with a column of images. "self" or a `SelfCalibration`:
+                text that the dense model generates first. None: `config.calibration`. Magnitude pruning needs no data,
+                but reports losses if given some.
             loss: (model output, inputs) → losses [B], which replaces the cross-entropy in the Fisher loss.
             forward: (model, inputs) → model output, which replaces a call with the inputs by name (or by position, for
                 a plain module with other parameter names).

@@ -1,5 +1,6 @@
 """Download checkpoints from the Hub, and publish a saved one in a single commit."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
+from transformers.utils import CONFIG_NAME
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..errors import MoonshotError, Option, Text, require
 from ..files import WEIGHT_FILES
@@ -23,13 +26,33 @@ def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hu
 
     With `whole`, files that loading does not need are downloaded too, such as the card.
     """
-    if os.path.isdir(name_or_path):
-        return Path(name_or_path)
+    folder = Path(name_or_path)
+    if not os.path.isdir(name_or_path):
+        try:
+            ignored, allowed = (list(_OTHER_WEIGHTS), None) if whole else (None, list(_FILES))
+            folder = Path(snapshot_download(str(name_or_path), ignore_patterns=ignored, allow_patterns=allowed, **hub))
+        except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
+            raise MoonshotError(f"{name_or_path} is neither a folder nor a readable repository: {error}") from error
+    if not (folder / CONFIG_NAME).is_file():
+        refuse_adapter(name_or_path, folder)
+    return folder
+
+
+def refuse_adapter(name_or_path: str | os.PathLike[str], folder: str | os.PathLike[str], **hub: Any) -> None:
+    """Raise `MoonshotError` if a folder (or repository, with `HUB_OPTIONS`) without a model holds a PEFT adapter.
+
+    `name_or_path` is the user's name for it.
+    """
     try:
-        ignored, allowed = (list(_OTHER_WEIGHTS), None) if whole else (None, list(_FILES))
-        return Path(snapshot_download(str(name_or_path), ignore_patterns=ignored, allow_patterns=allowed, **hub))
-    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        raise MoonshotError(f"{name_or_path} is neither a folder nor a readable repository: {error}") from error
+        file = find_adapter_config_file(os.fspath(folder), **hub)
+        base = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except Exception:  # the message of whoever looked for a model is better
+        return
+    if file is not None:
+        message = f"{name_or_path} is a PEFT adapter of {base}, not a model"
+        merge = "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(folder)"
+        hint = f"merge the two, and give the result: {merge}"
+        raise MoonshotError(message, hint=hint)
 
 
 def open_repository(

@@ -1,5 +1,6 @@
 """Models on the meta device, from their configuration, and the device map by which accelerate offloads their blocks."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from ..devices import default_device
 from ..errors import MoonshotError, Text, check_choice, check_path, reason, require
 from ..files import temporary_folder, writing
 from ..model.layers import find_blocks
+from .hub import HUB_OPTIONS, refuse_adapter
 
 PLACES = ("disk", "cpu")  # of offloaded blocks: the checkpoint's files, or host memory
 
@@ -34,9 +36,9 @@ def _explained(message: str, others: tuple[type[Exception], ...] = ()) -> Iterat
     """Convert errors to `MoonshotError`, except `others`: a damaged file can cause any in the class that it names."""
     try:
         yield
-    except others:
-        raise
     except Exception as error:
+        if isinstance(error, (MoonshotError, *others)):
+            raise
         raise MoonshotError(f"{message} ({reason(error)})") from error
 
 
@@ -47,10 +49,20 @@ def _empty_model(config: Any, **options: Any) -> Any:
         return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
 
 
+def load_config(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
+    """`AutoConfig.from_pretrained`, with a `MoonshotError` for a PEFT adapter in place of a model."""
+    try:
+        return AutoConfig.from_pretrained(name_or_path, **options)
+    except (OSError, ValueError):
+        shared = {name: options[name] for name in HUB_OPTIONS if name in options}
+        refuse_adapter(name_or_path, name_or_path, **shared)
+        raise
+
+
 def read_model_config(folder: Path, **options: Any) -> Any:
     """Read the configuration of a checkpoint, with options for `AutoConfig`; `MoonshotError` if transformers cannot."""
     with _explained(f"{folder}: its model is unknown to transformers"):
-        return AutoConfig.from_pretrained(folder, **options)
+        return load_config(folder, **options)
 
 
 def checkpoint_meta_model(folder: Path, **options: Any) -> nn.Module:
@@ -69,7 +81,7 @@ def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) ->
     if not isinstance(config, PretrainedConfig):
         check_path("name_or_config", name_or_config)
         with _explained(f"{name_or_config}: its config.json cannot be read", (OSError,)):
-            config = AutoConfig.from_pretrained(name_or_config, **options)
+            config = load_config(name_or_config, **options)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     kind = kind or getattr(config, "dtype", None) or torch.float32
     with _explained(f"{name_or_config}: transformers cannot create its model"):

@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig
 
 from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
 from ..model.offload import hold_weights
 from .file_integrity import check_complete
-from .meta_model import PLACES, meta_device_model, model_class, offload_folder, offload_map
+from .meta_model import PLACES, load_config, meta_device_model, model_class, offload_folder, offload_map
 
 # Options of a model that its configuration, tokenizer and processor share.
 _SHARED = ("revision", "token", "trust_remote_code")
@@ -55,7 +54,7 @@ def _load(
     """A model and the loading info of transformers; `shared` are the options of the configuration."""
     quantized = None
     try:
-        config = AutoConfig.from_pretrained(name_or_path, **shared)
+        config = load_config(name_or_path, **shared)
         quantized = getattr(config, "quantization_config", None)
         with ExitStack() as stack:
             if offload is not None:

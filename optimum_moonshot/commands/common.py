@@ -176,21 +176,31 @@ class Metric:
             after = self.measure(dataset)
             record(after, result)
             change = f"{result.value:{self.format}} → {after.value:{self.format}}"
-            lines.append(f"{self.name:<12}{change} on {short_name(dataset)}")
+            bos = " with BOS" if getattr(result, "bos", False) else ""
+            lines.append(f"{self.name:<12}{change} on {short_name(dataset)}{bos}")
         return lines
 
 
 def make_metric(
-    model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int, limit: int | None = None
+    model: Any,
+    tokenizer: Any,
+    processor: Any,
+    sequence_length: int | None,
+    batch_size: int,
+    limit: int | None = None,
+    bos: bool | None = None,
 ) -> Metric:
-    """Accuracy for image models, perplexity for the others; `limit` selects the first windows or images."""
+    """Accuracy for image models, perplexity for the others; `limit` selects the first windows or images.
+
+    `bos` is that of `perplexity`.
+    """
     from .. import accuracy, perplexity
     from ..model.model_info import takes_images
 
     options: dict[str, Any] = {"batch_size": batch_size, "progress": True}
     if takes_images(model):
         return Metric("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
-    options |= {"sequence_length": sequence_length, "max_windows": limit}
+    options |= {"sequence_length": sequence_length, "max_windows": limit, "bos": bos}
     return Metric("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
 
 

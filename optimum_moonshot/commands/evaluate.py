@@ -36,7 +36,11 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
         help="for a pruned MODEL: auto keeps layers packed in memory if their product is faster on this device, packed "
         "keeps all that it can, dense none (the default)",
     )
-    add_data_option(parser, "--dataset", f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}")
+    add_data_option(
+        parser,
+        "--dataset",
+        f"c4, wikitext2, ptb, a text, JSON, CSV or Parquet file, or a data set on the Hub. {IMAGES_HELP}",
+    )
     add_data_option(
         parser,
         "--tasks",
@@ -48,6 +52,12 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
     text = "tokens per window; default: the model's longest, at most 2048"
     parser.add_argument("--sequence-length", type=int, help=text)
+    parser.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin every window with BOS; default: if the tokenizer puts it before a text. --no-bos is the protocol "
+        "of published numbers",
+    )
     parser.add_argument("--batch-size", type=int, default=4, help="windows, images or requests at a time (4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="RESULT.json", help="write the results, with versions, after each one")
@@ -80,7 +90,7 @@ def evaluate(args: argparse.Namespace) -> None:
     message = Text("zero-shot tasks are for language models; use {}", "dataset")
     expect(not tasks or processor is None, message, field="tasks")
     for option, reference in references.items():
-        _check_windows(args, option, reference, model)
+        _check_windows(args, option, reference, model, tokenizer)
     model.to(device).eval()
     baseline, dense = references.values()
     report = EvalReport(args.model)
@@ -149,16 +159,21 @@ def _reference(args: argparse.Namespace, option: str) -> "EvalReport | None":
     return report
 
 
-def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any) -> None:
-    """Require windows of equal length: perplexities are comparable only then."""
-    from ..data.text import window_length
+def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any, tokenizer: Any) -> None:
+    """Require windows of equal length, that all begin with BOS or not: perplexities are comparable only then."""
+    from ..data.text import bos_of, window_length
     from ..model.model_info import max_positions
 
     length = window_length(args.sequence_length, max_positions(model))
+    bos = bool(bos_of(tokenizer)) if args.bos is None and tokenizer is not None else bool(args.bos)
     for dataset in args.dataset if reference is not None else ():
         other = getattr(reference.of(dataset), "sequence_length", length)
         message, hint = f"it has windows of {other} tokens of {dataset}", Option("sequence_length", other)
         expect(other == length, message, field=option, value=getattr(args, option), hint=Text("use {}", hint))
+        other = getattr(reference.of(dataset), "bos", bos)
+        message = f"its windows of {dataset} {'all begin' if other else 'do not all begin'} with BOS"
+        switch = "use --bos" if other else "use --no-bos"
+        expect(other == bos, message, field=option, value=getattr(args, option), hint=switch)
 
 
 def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
@@ -180,7 +195,8 @@ def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: An
     from ..evaluation.zeroshot import zero_shot
 
     if args.dataset:
-        metric = make_metric(model, tokenizer, processor, args.sequence_length, args.batch_size, args.limit)
+        sizes = (args.sequence_length, args.batch_size, args.limit)
+        metric = make_metric(model, tokenizer, processor, *sizes, args.bos)
         yield from map(metric.measure, args.dataset)
     if tasks:
         options = {"batch_size": args.batch_size, "num_fewshot": args.num_fewshot, "limit": args.limit}
@@ -195,7 +211,7 @@ def _lines(result: Any, baseline: Any) -> list[str]:
         spec = ".2%" if metric == "accuracy" else ".3f"
         stderr = getattr(result, "stderr", {}).get(name)
         line = f"{metric:<12}{value:{spec}}" + ("" if stderr is None else f" ± {stderr:{spec}}")
-        line += f" on {getattr(result, 'dataset', name)}"
+        line += f" on {getattr(result, 'dataset', name)}" + (" with BOS" if settings.get("bos") else "")
         if name in references:
             note = "" if references[name][::2] == (metric, settings) else ", measured in another way"
             line += f" (baseline {references[name].value:{spec}}{note})"
@@ -205,14 +221,14 @@ def _lines(result: Any, baseline: Any) -> list[str]:
 
 def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tuple[Any, Any, Any]:
     """Load a model, and its tokenizer or image processor; packed layers are loaded on the device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from ..checkpoint.loading import load_pruned
-    from ..checkpoint.meta_model import model_class
-    from ..model.model_info import load_processor
+    from ..checkpoint.meta_model import load_config, model_class
+    from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord
 
-    config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
+    config = load(lambda dtype, **kwargs: load_config(args.model, **kwargs), args)
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
     if args.runtime == "dense":
@@ -224,4 +240,4 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     model = load(lambda **kwargs: loader(args.model, **kwargs), args)
     if images:
         return model, None, load_processor(model, args.model, **remote_code(args))
-    return model, load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
+    return model, load_tokenizer(args.model, **remote_code(args)), None

@@ -240,15 +240,15 @@ def add_calibration_options(parser: argparse.ArgumentParser, default: str = "the
     parser.add_argument(
         "--calibration",
         metavar="DATA",
-        help=f"c4 ({default}), wikitext2, ptb, a text, JSON or Parquet file, or self: text that the dense model "
-        f"generates first. {IMAGES_HELP}",
+        help=f"c4 ({default}), wikitext2, ptb, a text, JSON, CSV or Parquet file, a data set of text or conversations "
+        f"on the Hub, or self: text that the dense model generates first. {IMAGES_HELP}",
     )
     group = parser.add_argument_group("calibration on text that the model generates", "with --calibration self")
     group.add_argument(
         "--prompts",
         metavar="FILE",
         help="prompts, formatted by its chat template if it has one: one per line of a .txt file, or a column of a "
-        "JSON or Parquet file; default: its BOS token alone",
+        "JSON, CSV or Parquet file; default: its BOS token alone",
     )
     group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (1)")
     group.add_argument(

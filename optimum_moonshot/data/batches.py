@@ -17,6 +17,7 @@ Batch = dict[str, Tensor]
 SAMPLE_DIMS = {"input_ids": 1, "pixel_values": 3}  # main model inputs → the dimensions of one sample
 PACKED = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # rows [t, h, w] → their patches
 PROBE_TOKENS = 16
+IGNORED = -100  # the label of a token that is not predicted
 INPUTS = "give dictionaries of model inputs, such as {'input_ids': tensor}, or pairs of inputs and labels"
 
 
@@ -116,12 +117,31 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
 TOKEN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 
 
-def shorten(batch: Batch, samples: int = 1) -> Batch:
-    """A batch's first `samples` at most, cut to a few tokens if tokens are the only inputs."""
+def shorten(batch: Batch, samples: int = 1, tokens: int = PROBE_TOKENS) -> Batch:
+    """A batch's first `samples` at most, cut to a few tokens if tokens are the only inputs.
+
+    The `tokens` count from the first that all samples predict: prompts may have no labels, and padding has none.
+    """
     first = take(batch, 0, samples)
     if "input_ids" in first and set(first) <= TOKEN_INPUTS and all(tensor.ndim == 2 for tensor in first.values()):
-        return {name: tensor[:, :PROBE_TOKENS] for name, tensor in first.items()}
+        end = _first_predicted(first) + tokens - 1
+        return {name: tensor[:, :end] for name, tensor in first.items()}
     return first
+
+
+def _first_predicted(batch: Batch) -> int:
+    """The index of the first token with a label in all samples; without labels, of the second that is not padding.
+
+    The number of tokens if a sample has none.
+    """
+    if "labels" in batch:
+        predicted = batch["labels"][:, 1:] != IGNORED
+    elif "attention_mask" in batch:
+        predicted = (batch["attention_mask"][:, 1:] != 0) & (batch["attention_mask"][:, :-1] != 0)
+    else:
+        return 1
+    tokens = max(tensor.shape[1] for tensor in batch.values())
+    return 1 + int(predicted.int().argmax(1).max()) if bool(predicted.any(1).all()) else tokens
 
 
 def split_batches(batches: list[Batch], size: int) -> list[Batch]:

@@ -7,7 +7,7 @@ some models read the patches of all images in one row.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..errors import MoonshotError, check_whole, reason
 from .batches import Batch, digest
+from .chat import CONVERSATIONS, as_messages
 from .images import MODES, image_column, open_rows, picture, read_rows, shuffled, undecoded
 from .sources import CORPORA, TEXT_COLUMNS, is_hub_name
 from .text import CalibrationData, too_few, window_length
 
-MESSAGE_COLUMNS = ("messages", "conversations")
 CAPTION_COLUMNS = (*TEXT_COLUMNS, "caption")
 
 
@@ -52,7 +52,7 @@ def open_image_text(source: Any) -> ImageTextSource | None:
         return None
     rows, row, name = opened
     image = image_column(rows, row) or ("images" if "images" in row else None)
-    text = next((column for column in (*MESSAGE_COLUMNS, *CAPTION_COLUMNS) if column in row), None)
+    text = next((column for column in (*CONVERSATIONS, *CAPTION_COLUMNS) if column in row), None)
     if image is None or text is None or "input_ids" in row or "pixel_values" in row:
         return None
     return ImageTextSource(rows, image, text, name)
@@ -121,10 +121,10 @@ def _prompt(value: Any, images: int, processor: Any) -> str:
     return token * images + value if token and token not in value else value
 
 
-def _with_images(messages: Iterable[Mapping[str, Any]], images: int) -> list[dict[str, Any]]:
+def _with_images(messages: Any, images: int) -> list[dict[str, Any]]:
     """Messages whose contents are lists of parts; the images are added to the first message if none has any."""
     converted: list[dict[str, Any]] = []
-    for message in messages:
+    for message in as_messages(messages, "the row"):
         content = message["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]

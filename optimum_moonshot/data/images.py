@@ -22,13 +22,11 @@ from torch import Tensor, nn
 
 from ..errors import MoonshotError, Option, Text, check_whole, reason
 from .batches import Batch, digest
-from .sources import CORPORA, describe
+from .sources import CALIBRATION_SPLITS, CORPORA, choose_split, describe
 from .text import CalibrationData, too_few
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-# In order of preference; a data set with only one split may use another name.
-CALIBRATION_SPLITS = ("train",)
 EVALUATION_SPLITS = ("validation", "val", "test", "train")
 SHUFFLE_BUFFER, SHUFFLE_LEAST = 4, 1000  # rows in the buffer that shuffles a stream: per image drawn, and at least
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -75,12 +73,7 @@ def open_rows(
     name = describe(source)
     if isinstance(source, str | os.PathLike):
         source = _load(source)
-    if isinstance(source, DatasetDict | IterableDatasetDict):
-        split = next((split for split in splits if split in source), next(iter(source)) if len(source) == 1 else None)
-        if split is None:
-            hint = "give one of them as a datasets.Dataset"
-            raise MoonshotError(f"{name} has the splits {', '.join(source)}", hint=hint)
-        source = source[split]
+    source = choose_split(source, splits, name)
     if not isinstance(source, Dataset | IterableDataset):
         return None
     row = next(read_rows(source, name), None)

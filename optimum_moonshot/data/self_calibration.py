@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MoonshotError, Option, Text, check_number, check_path, check_whole, require, shown
+from .chat import as_messages, has_template, render
 from .sources import file_rows, short_name
-from .text import tokenize
+from .text import tokenize, tokenize_chat
 
 SELF = "self"
-COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "text")  # of prompts, in order of preference
+# Of prompts, in order of preference.
+COLUMNS = ("messages", "conversations", "prompt", "question", "problem", "instruction", "text")
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
@@ -25,8 +27,8 @@ class SelfCalibration:
 
     Args:
         prompts: strings, conversations (lists of messages with role and content), or the path of a .txt file with a
-            prompt on every line, or of a JSON (lines) or Parquet file with a column of them. They are used repeatedly,
-            in an order that follows from the seed. None generates from the model's BOS token.
+            prompt on every line, or of a JSON (lines), CSV or Parquet file with a column of them. They are used
+            repeatedly, in an order that follows from the seed. None generates from the model's BOS token.
         chat: format prompts by the tokenizer's chat template; None does so if it has one.
         thinking: the template's `enable_thinking`; None leaves it to the template.
         temperature: of the sampling; 1 is the model's distribution.
@@ -93,7 +95,7 @@ class SelfCalibration:
             return [[bos]]
         give = "give the model's tokenizer"
         require(tokenizer is not None, "prompts need one", field="tokenizer", value=None, hint=give)
-        template = getattr(tokenizer, "chat_template", None) is not None
+        template = has_template(tokenizer)
         missing = "the tokenizer has no chat template"
         require(template or not self.chat, missing, field="chat", value=self.chat, hint="leave it out")
         beginnings = []
@@ -130,19 +132,17 @@ class SelfCalibration:
             return list(tokenize(tokenizer, prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(dict, prompt)]
         options = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-        except Exception as error:  # a template may raise anything
-            message = f"number {number} does not fit the chat template ({error})"
-            raise MoonshotError(message, field="prompts") from error
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        options |= {"add_generation_prompt": True}
+        return tokenize_chat(tokenizer, [render(tokenizer, messages, f"number {number}", "prompts", **options)])[0]
 
 
 def _checked(prompt: Any) -> Prompt:
     """A string, or a list of messages."""
     if isinstance(prompt, str):
         return prompt
-    listed = isinstance(prompt, Sequence) and len(prompt) > 0
-    if not listed or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in prompt):
-        raise MoonshotError(f"{shown(prompt)} is neither a string nor a list of messages", field="prompts")
-    return [*map(dict, prompt)]
+    try:
+        if isinstance(prompt, Sequence) and len(prompt) > 0:
+            return as_messages(prompt, "it")
+    except MoonshotError:
+        pass
+    raise MoonshotError(f"{shown(prompt)} is neither a string nor a list of messages", field="prompts")

@@ -3,7 +3,7 @@
 `open_source` distinguishes three kinds:
 
 * running text (a .txt file, "wikitext2", "ptb"): one stream of tokens;
-* documents ("c4", JSON, Parquet, strings, a data set with a text column);
+* documents ("c4", JSON, CSV, Parquet, strings, a data set with a column of text or of conversations, also of the Hub);
 * model inputs (dictionaries of tensors, a data set with tokens).
 """
 
@@ -11,7 +11,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,12 +23,20 @@ from torch import Tensor
 
 from ..errors import MoonshotError, reason, require
 from .batches import SAMPLE_DIMS, Batch, as_batch, unpack
+from .chat import CONVERSATIONS, Messages, chat_columns, conversation
 
+Document = str | Messages
 Load = Callable[[], Iterable[dict[str, Any]]]  # of the rows
 
-FORMATS = (".txt", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
+FORMATS = (".txt", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", ".csv")
 SHUFFLE_BUFFER = 10_000  # documents in the buffer that shuffles a streamed data set
+HUB_DOCUMENTS = 10_000  # that are read of a data set on the Hub, which may have billions
 TEXT_COLUMNS = ("text", "sentence", "content")
+# Names, and ends of names, of columns of strings that are no text.
+_LABELS = "ids?|uuid|guid|key|hash|url|uri|source|path|file|date|timestamp|lang|language|model"
+NO_TEXT = re.compile(rf"(.*[^a-z])?({_LABELS})", re.IGNORECASE)
+# In order of preference; a data set with only one split may use another name.
+CALIBRATION_SPLITS, TEXT_SPLITS = ("train",), ("test", "validation", "val", "train")
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ CORPORA = {
     ),
 }  # fmt: skip
 ACCEPTED = (
-    f"use {', '.join(CORPORA)}, the path of a {', '.join(FORMATS)} file, a list of strings, a datasets.Dataset, "
-    "or an iterable of model inputs"
+    f"use {', '.join(CORPORA)}, the path of a {', '.join(FORMATS)} file, the name of a data set on the Hub, a list of "
+    "strings, a datasets.Dataset, or an iterable of model inputs"
 )
 
 
@@ -91,9 +99,9 @@ def short_name(source: str) -> str:
 
 @dataclass(frozen=True)
 class Texts:
-    """A source of text."""
+    """A source of text, or of conversations."""
 
-    read: Callable[[torch.Generator | None], Iterator[str]]  # in order; shuffled if a generator is passed
+    read: Callable[[torch.Generator | None], Iterator[Document]]  # in order; shuffled if a generator is passed
     joiner: str | None = None  # joins the texts to one running text; None: documents
     long_only: bool = False  # every sample must come from a document longer than a window
     corpus: Corpus | None = None  # the corpus whose format it has
@@ -136,8 +144,10 @@ class ModelInputs:
             raise MoonshotError(message, hint="fix the code that produces it") from error
 
 
-def open_source(source: Any) -> Texts | ModelInputs:
+def open_source(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Texts | ModelInputs:
     """Open a source of any kind, without downloading it or reading more than a first row.
+
+    A data set on the Hub with several splits is read in the first of `splits` that it has.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is of an unknown kind.
@@ -146,6 +156,11 @@ def open_source(source: Any) -> Texts | ModelInputs:
         corpus = CORPORA[source]
         joiner = corpus.joiner if corpus.running else None
         return Texts(partial(read_texts, partial(corpus.load, "train"), source), joiner, long_only=not corpus.running)
+    if isinstance(source, str) and is_hub_name(source) and not os.path.exists(os.path.expanduser(source)):
+        opened = _open_dataset(partial(_load_from_hub, source, splits), source)
+        if isinstance(opened, ModelInputs):
+            return opened
+        return replace(opened, read=lambda generator: islice(opened.read(generator), HUB_DOCUMENTS))
     if isinstance(source, str | os.PathLike):
         load, running = _open_file(source)
         if running:
@@ -157,6 +172,11 @@ def open_source(source: Any) -> Texts | ModelInputs:
         return _open_dataset(lambda: source, describe(source), counted=isinstance(source, Dataset))
     if isinstance(source, list | tuple):
         require(len(source) > 0, f"the data is an empty {type(source).__name__}", hint=ACCEPTED)
+        if isinstance(source[0], list | tuple) and source[0] and chat_columns({CONVERSATIONS[0]: source[0]}):
+            source = [{CONVERSATIONS[0]: messages} for messages in source]
+        if isinstance(source[0], Mapping) and (chat_columns(source[0]) or _named_text(source[0])):
+            rows = source
+            return _open_dataset(lambda: rows, describe(source), counted=True)
         if isinstance(source[0], str):
             wrong = next((i for i, text in enumerate(source) if not isinstance(text, str)), None)
             require(wrong is None, f"item {wrong} of the data is not a string", hint="give strings only")
@@ -184,14 +204,21 @@ def file_rows(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         yield from ({"text": line} for line in row["text"].splitlines() if line.strip()) if running else [row]
 
 
-def read_texts(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[str]:
-    """The text of every row, shuffled if a generator is given; a missing one is empty. `what` names them in errors."""
-    column = None
+def read_texts(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[Document]:
+    """The text or the conversation of every row, shuffled if a generator is given; a missing one is empty.
+
+    `what` names the rows in errors.
+    """
+    columns: tuple[str, ...] = ()
     for row in _rows(load, what, generator):
-        column = column or _text_column(row)
-        text = row[column] or ""
+        if not columns:
+            columns, chat = _document_columns(row)
+        if chat:
+            yield conversation(row, columns)
+            continue
+        text = row[columns[0]] or ""
         if not isinstance(text, str):
-            raise MoonshotError(f'column "{column}" holds a {type(text).__name__}', hint="it must hold strings")
+            raise MoonshotError(f'column "{columns[0]}" holds a {type(text).__name__}', hint="it must hold strings")
         yield text
 
 
@@ -208,7 +235,7 @@ def _open_file(source: str | os.PathLike[str]) -> tuple[Load, bool]:
     if suffix == ".txt":
         return lambda: [{"text": path.read_text(encoding="utf-8")}], True
     # `load_dataset` would expand glob characters in an unescaped path.
-    files, builder = glob.escape(str(path.resolve())), "parquet" if suffix == ".parquet" else "json"
+    files, builder = glob.escape(str(path.resolve())), {".parquet": "parquet", ".csv": "csv"}.get(suffix, "json")
     return partial(load_dataset, builder, data_files=files, split="train", streaming=True), False
 
 
@@ -218,7 +245,7 @@ def _open_dataset(load: Load, what: str, counted: bool = False) -> Texts | Model
     if row is None:
         raise MoonshotError(f"{what} has no rows", hint="give data that contains text or model inputs")
     if not any(name in row for name in SAMPLE_DIMS):
-        _text_column(row)
+        _document_columns(row)
         corpus = next((corpus for corpus in CORPORA.values() if corpus.columns == row.keys()), None)
         count = (lambda most: sum(1 for _ in islice(read_texts(load, what), most))) if counted else None
         return Texts(partial(read_texts, load, what), corpus=corpus, count=count)
@@ -231,11 +258,13 @@ def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> It
     """The rows in order, or shuffled by a generator; errors while reading name the source."""
     try:
         rows = dataset = load()
-        if isinstance(dataset, Dataset):
+        if isinstance(dataset, Dataset | list | tuple):
             rows = (dataset[i] for i in _order(len(dataset), generator))
         elif generator is not None and isinstance(dataset, IterableDataset):
             rows = dataset.shuffle(seed=generator.initial_seed(), buffer_size=SHUFFLE_BUFFER)
         yield from rows
+    except MoonshotError:
+        raise
     except Exception as error:
         if what in CORPORA:
             message = f'"{what}": {CORPORA[what].path} cannot be loaded from the Hub ({reason(error)})'
@@ -249,11 +278,42 @@ def _order(count: int, generator: torch.Generator | None) -> Iterable[int]:
     return range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
 
 
-def _text_column(row: dict[str, Any]) -> str:
-    """The column with the text: one of `TEXT_COLUMNS`, else the only column of strings."""
-    candidates = [column for column in TEXT_COLUMNS if column in row]
+def _load_from_hub(name: str, splits: tuple[str, ...]) -> IterableDataset:
+    """One split of a data set on the Hub, as a stream: a download could take hundreds of gigabytes."""
+    try:
+        loaded = load_dataset(name, streaming=True)
+    except Exception as error:
+        message = f'"{name}" is neither a file nor a data set of the Hub that can be read ({reason(error)})'
+        raise MoonshotError(message, hint=ACCEPTED) from error
+    return choose_split(loaded, splits, name)
+
+
+def choose_split(loaded: Any, splits: tuple[str, ...], name: str) -> Any:
+    """The first of some splits that a data set has, its only one, or the data set itself without splits."""
+    if not isinstance(loaded, DatasetDict | IterableDatasetDict):
+        return loaded
+    split = next((split for split in splits if split in loaded), next(iter(loaded)) if len(loaded) == 1 else None)
+    if split is None:
+        hint = "give one of them as a datasets.Dataset"
+        raise MoonshotError(f"{name} has the splits {', '.join(loaded)}", hint=hint)
+    return loaded[split]
+
+
+def _named_text(row: Mapping[str, Any]) -> str | None:
+    return next((column for column in TEXT_COLUMNS if column in row), None)
+
+
+def _document_columns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """The column with the text, one of `TEXT_COLUMNS`; else those of a conversation; else the only one of strings.
+
+    Strings beside lists or objects describe those, and identifiers are no text. Also whether it is a conversation.
+    """
+    named, chat = _named_text(row), chat_columns(row)
+    if named or chat:
+        return ((named,), False) if named else (chat, True)
     strings = [column for column, value in row.items() if isinstance(value, str)]
-    if not candidates and len(strings) != 1:
-        hint = f"rename the one that holds text to {TEXT_COLUMNS[0]}"
+    nested = any(isinstance(value, list | tuple | Mapping) for value in row.values())
+    if nested or len(strings) != 1 or NO_TEXT.fullmatch(strings[0]):
+        hint = f"rename the one that holds text to {TEXT_COLUMNS[0]}, one of conversations to {CONVERSATIONS[0]}"
         raise MoonshotError(f"the data has the columns {', '.join(row)}", hint=hint)
-    return (candidates or strings)[0]
+    return (strings[0],), False

@@ -1,7 +1,8 @@
 """Perplexity by the protocol of the pruning literature, comparable with published numbers.
 
 The text is tokenised as one stream and split into non-overlapping windows of the model's sequence length; perplexity is
-the exponentiated mean loss of all next-token predictions within windows.
+the exponentiated mean loss of all next-token predictions within windows. The literature puts a BOS before the first
+window alone; models that saw one before every context need it before each.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..data.sources import describe, short_name
-from ..data.text import evaluation_text, tokenize, window_length
+from ..data.text import bos_of, evaluation_text, tokenize, window_length
 from ..errors import MoonshotError, Option, Text, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
 from ..model.model_info import check_tokens, max_positions
@@ -33,9 +34,11 @@ class Perplexity:
     windows: int
     sequence_length: int  # tokens of a window
     tokens: int  # predicted tokens: windows · (sequence_length - 1)
+    bos: bool = False  # every window begins with BOS
 
     def measurements(self) -> dict[str, Measurement]:
         settings = {"windows": self.windows, "sequence_length": self.sequence_length}
+        settings |= {"bos": True} if self.bos else {}
         return {short_name(self.dataset): Measurement("perplexity", self.value, settings)}
 
 
@@ -47,6 +50,7 @@ def perplexity(
     sequence_length: int | None = None,
     batch_size: int = 4,
     max_windows: int | None = None,
+    bos: bool | None = None,
     progress: bool = False,
 ) -> Perplexity:
     """Perplexity of a causal language model; lower is better.
@@ -54,13 +58,16 @@ def perplexity(
     Args:
         model: with logits [B, T, vocabulary]; not changed.
         tokenizer: the model's Hugging Face tokenizer.
-        dataset: "wikitext2", "c4" or "ptb" as in the literature; the path of a .txt, .json, .jsonl, .json.gz, .jsonl.gz
-            or .parquet file, a list of strings or a `datasets.Dataset`, whose texts are joined by a blank line. Data
-            with the columns of C4 (text, timestamp, url) or PTB (sentence), such as a downloaded shard, are read as
-            that corpus.
+        dataset: "wikitext2", "c4" or "ptb" as in the literature; the path of a .txt, .json, .jsonl, .json.gz,
+            .jsonl.gz, .csv or .parquet file, the name of a data set on the Hub (its test or validation split, at most
+            10,000 rows), a list of strings or a `datasets.Dataset`, whose texts are joined by a blank line.
+            Conversations are rendered by the tokenizer's chat template. Data with the columns of C4 (text, timestamp,
+            url) or PTB (sentence), such as a downloaded shard, are read as that corpus.
         sequence_length: tokens of a window; None is the model's longest, at most 2048.
         batch_size: windows per forward pass.
         max_windows: the number of windows to evaluate, at most; None is all, and 256 for "c4".
+        bos: whether every window begins with BOS, followed by one token of text fewer; None: where the tokenizer puts
+            it before a text. False is the protocol of published numbers, in which the text alone does.
         progress: show a progress bar of the windows.
 
     Raises:
@@ -70,10 +77,17 @@ def perplexity(
     if max_windows is not None:
         check_whole("max_windows", max_windows, 1)
     needed = "perplexity of text needs the model's tokenizer"
-    require(tokenizer is not None, needed, field="tokenizer", value=None)
+    require(
+        tokenizer is not None, needed, field="tokenizer", value=None, hint="pass it, or save it in the model's folder"
+    )
+    valid = bos is None or isinstance(bos, bool)
+    require(valid, "use True, False or None", field="bos", value=bos)
+    token = getattr(tokenizer, "bos_token_id", None)
+    require(not bos or token is not None, "the tokenizer has no BOS token", field="bos", value=bos)
+    first = bos_of(tokenizer) if bos is None or token is None else [int(token)] * bos
     length = window_length(sequence_length, max_positions(model))
-    text, most = evaluation_text(dataset)
-    windows = _windows(tokenize(tokenizer, text), length, max_windows or most, describe(dataset))
+    text, most = evaluation_text(dataset, tokenizer)
+    windows = _windows(tokenize(tokenizer, text), length, max_windows or most, describe(dataset), first)
     encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     needed = "perplexity of text needs a causal language model"
     require(not encoder, f"{type(model).__name__} is an encoder-decoder", hint=needed)
@@ -85,18 +99,23 @@ def perplexity(
             total += _loss(model, batch)
             bar.update(len(batch))
     tokens = len(windows) * (length - 1)
-    return Perplexity(float((total / tokens).exp()), describe(dataset), len(windows), length, tokens)
+    return Perplexity(float((total / tokens).exp()), describe(dataset), len(windows), length, tokens, bool(first))
 
 
-def _windows(ids: list[int], length: int, most: int | None, name: str) -> Tensor:
-    """At most `most` non-overlapping windows [W, length], without the remainder of the text."""
-    count = len(ids) // length
+def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list[int]) -> Tensor:
+    """At most `most` non-overlapping windows [W, length] that begin with `bos`, without the remainder of the text."""
+    while bos and ids[:1] == bos:
+        ids = ids[1:]
+    own = length - len(bos)
+    count = len(ids) // own
     if count == 0:
-        short = Text(f"{name}: the text has {len(ids)} tokens, fewer than {{}}", Option("sequence_length", length))
-        shorter = Text("give more text or set {}", Option("sequence_length", len(ids)))
-        raise MoonshotError(short, hint=shorter if len(ids) >= 2 else "give more text")
+        size = len(ids) + len(bos)
+        short = Text(f"{name}: the text has {size} tokens, fewer than {{}}", Option("sequence_length", length))
+        shorter = Text("give more text or set {}", Option("sequence_length", size))
+        raise MoonshotError(short, hint=shorter if size >= 2 else "give more text")
     count = min(count, most or count)
-    return torch.tensor(ids[: count * length]).view(count, length)
+    windows = torch.tensor(ids[: count * own]).view(count, own)
+    return torch.cat([torch.tensor(bos, dtype=torch.int64).expand(count, -1), windows], 1) if bos else windows
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:

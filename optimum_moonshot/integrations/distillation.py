@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from ..data.batches import IGNORED
 from ..errors import check_number, require
 from ..model.calls import evaluation_mode, model_device, to_device
-from ..model.losses import IGNORED, labels_of
+from ..model.losses import labels_of
 
 # Inputs of the student's loss, which the teacher does not get.
 _LOSS_INPUTS = ("labels", "num_items_in_batch")

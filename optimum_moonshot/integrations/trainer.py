@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState, set_seed
 
 from ..config import MoonshotConfig
+from ..data.self_calibration import SelfCalibration
 from ..data.sources import open_source
 from ..devices import preserved_random_state
 from ..errors import MoonshotError, Text, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.layers import PrunableLayer, adapted_layers
-from ..model.losses import IGNORED
 from ..model.model_info import takes_images
 from ..objective.patterns import NM, Experts
 from ..pipeline.selection import select
@@ -139,7 +139,8 @@ class MoonshotCallback(TrainerCallback):
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         require(not sharded, "a model sharded by fully_shard cannot be pruned", hint="prune it first, then train it")
         dataset: Any = getattr(dataloader, "dataset", None)
-        if isinstance(self.calibration, str | PathLike) and not takes_images(model):
+        named = isinstance(self.calibration, str | PathLike) and SelfCalibration.of(self.calibration) is None
+        if named and not takes_images(model):
             open_source(self.calibration)  # raises for a missing file
         elif self.calibration is None and hasattr(dataset, "__len__"):
             message = f"the training data has {len(dataset)} samples"
@@ -308,10 +309,7 @@ def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str,
     else:
         examples = iter(dataset)
     while chunk := list(islice(examples, size)):
-        for batch in _collated(dataloader.collate_fn, chunk):
-            selected = labelled(batch)
-            if selected is not None:
-                yield selected
+        yield from _collated(dataloader.collate_fn, chunk)
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[dict[str, Any]]:
@@ -321,14 +319,3 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[d
         return [batch]
     batches = [batch] if len(samples) == 1 else [dict(collate([sample])) for sample in samples]
     return [{name: value for name, value in batch.items() if name not in _FLATTENED} for batch in batches]
-
-
-def labelled(batch: dict[str, Any]) -> dict[str, Any] | None:
-    """Select the samples of a batch with labels to predict; None if there are none."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.ndim != 2:
-        return batch
-    rows = (labels[:, 1:] != IGNORED).any(1)
-    if bool(rows.all()):
-        return batch
-    return {name: value[rows] for name, value in batch.items()} if bool(rows.any()) else None

@@ -158,7 +158,8 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         inputs[name] = value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
     named = any_name or any(p.name in inputs for p in parameters)
     try:
-        return model(**inputs) if named else model(*inputs.values())
+        with _pad_token(model, inputs):
+            return model(**inputs) if named else model(*inputs.values())
     except MoonshotError:
         raise
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
@@ -166,6 +167,30 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
             raise
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
         raise MoonshotError(f"{type(model).__name__} cannot be called with {shapes} ({reason(error)})") from error
+
+
+@contextmanager
+def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+    """Let a head for sequences without a pad token read several samples.
+
+    It finds the last token of each sample by the pad token, and accepts a single one without. Meanwhile it has a pad
+    token that no sample contains, which also replaces hidden ones: it reads each sample as if it were alone.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    head = type(model).__name__.endswith("ForSequenceClassification") and "input_ids" in inputs
+    if not head or getattr(config, "pad_token_id", 0) is not None:
+        yield
+        return
+    ids: Tensor = inputs["input_ids"]
+    visible = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    present = set(ids[visible].tolist())
+    absent = -1 if bool(visible.all()) else min(set(range(len(present) + 1)) - present)
+    inputs["input_ids"], config.pad_token_id = ids.masked_fill(~visible, absent), absent
+    try:
+        yield
+    finally:
+        config.pad_token_id = None
 
 
 def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:

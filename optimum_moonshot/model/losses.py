@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..data.batches import IGNORED
 from ..errors import NO_BACKWARD, MoonshotError, Text, require
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
-IGNORED = -100
 # Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
 MASKED_FRACTION = 0.15
@@ -52,7 +52,8 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
         mask = token_mask(batch)
         assert mask is not None
-        labels = batch["input_ids"].masked_fill(~mask, IGNORED)
+        seen = mask & functional.pad(mask[:, :-1], (1, 0), value=True)  # padding predicts nothing
+        labels = batch["input_ids"].masked_fill(~seen, IGNORED)
         config = getattr(model, "config", None)
         for kind, field in itertools.product(("image", "video", "audio"), ("id", "index")):
             token = getattr(config, f"{kind}_token_{field}", None)
@@ -61,6 +62,18 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     if is_causal(model) and labels.ndim == 2:
         labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return labels
+
+
+def labelled(model: nn.Module, batch: dict[str, Tensor], required: bool) -> Tensor:
+    """Bool [B], True for samples with a label, by which they have a loss.
+
+    All, if the batch has no labels and these are not `required`, or do not follow from its tokens.
+    """
+    if "labels" not in batch and not (required and is_causal(model) and "input_ids" in batch):
+        first = batch.get("input_ids", next(iter(batch.values())))
+        return torch.ones(len(first), dtype=torch.bool)
+    labels = labels_of(model, batch)
+    return (labels != IGNORED).reshape(len(labels), -1).any(1)
 
 
 def loss_gradient(
@@ -115,7 +128,7 @@ def _checked_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over one sample's labelled positions."""
-    hint = "give samples of 2 tokens or more"
+    hint = f"leave it out: a label is a token behind another, other than {IGNORED}"
     require(bool((labels != IGNORED).any()), "a calibration sample has no label", hint=hint)
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
 
@@ -139,6 +152,23 @@ def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
     require(not len(wrong), f"label {wrong[:1].tolist()}: the model has the classes 0 to {classes - 1}")
     return labels
+
+
+def needs_its_text(model: nn.Module, batch: dict[str, Tensor]) -> bool:
+    """Whether the data has tokens alone for a model whose decoder writes what its encoder reads."""
+    config = getattr(model, "config", None)
+    writes = getattr(config, "is_encoder_decoder", False) and getattr(model, "can_generate", lambda: False)()
+    given = {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
+    return bool(writes) and "input_ids" in batch and not given
+
+
+def add_text_labels(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Add each sample's tokens as its labels: the decoder reproduces the text, as a denoiser such as BART does."""
+    masked = [(batch, token_mask(batch)) for batch in batches]
+    return [
+        {**batch, "labels": batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(~mask, IGNORED)}
+        for batch, mask in masked
+    ]
 
 
 def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:

@@ -73,8 +73,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-        # transformers returns an empty one for a model without.
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers returns one of special tokens, and of up to two others, for a model without.
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 2:
             raise ValueError("it has no vocabulary")
         return tokenizer
     except Exception as error:  # a damaged file fails anywhere in two libraries
@@ -84,7 +84,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
                 f"{name_or_path}: its tokenizer ({', '.join(files)}) cannot be loaded ({reason(error)})",
                 hint="repair or remove these files, and pass a tokenizer: MoonshotPruner(model, config, tokenizer)",
             ) from error
-        if not isinstance(error, OSError | ValueError | KeyError | ImportError):
+        if not isinstance(error, OSError | ValueError | KeyError | ImportError | TypeError):
             raise
         return None
 

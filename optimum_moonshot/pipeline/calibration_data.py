@@ -1,6 +1,7 @@
 """The calibration data of a run, from a source of any kind, in batches that suit the model."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,9 +10,9 @@ from ..data.batches import Batch, batch_size, shorten, split_batches, without_pa
 from ..data.image_text import load_image_text, open_image_text, reads_both
 from ..data.images import load_images, open_images
 from ..data.self_calibration import SelfCalibration
-from ..data.text import CalibrationData, load_calibration
+from ..data.text import CalibrationData, Usable, load_calibration
 from ..errors import Option, Text, require
-from ..model.losses import add_masked_labels, needs_masked_labels, token_mask
+from ..model.losses import add_masked_labels, add_text_labels, labelled, needs_its_text, needs_masked_labels, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..objective.allocation_rules import NEEDING_DATA
 from ..results.run_folder import RunFolder
@@ -46,12 +47,21 @@ def read_data(subject: Subject, selection: Selection, calibration: Any, kept: Ru
         labels = gradients and (subject.loss is None or source.label is not None)
         return load_images(source, model, subject.processor, labels=labels, **options)
     options["sequence_length"] = config.sequence_length
+    options["usable"] = usable(subject, selection)
     data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
     _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
+    if needs_its_text(model, data.batches[0]):
+        note = "the decoder's labels are the text that the encoder reads"
+        data = dataclasses.replace(data, batches=add_text_labels(data.batches), notes=(*data.notes, note))
     if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
-        labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
-        data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
+        masked = add_masked_labels(data.batches, subject.tokenizer, config.seed)
+        data = dataclasses.replace(data, batches=masked, notes=(*data.notes, "15% of tokens masked"))
     return with_room(data, selection, model)
+
+
+def usable(subject: Subject, selection: Selection) -> Usable | None:
+    """Which samples of model inputs have a label; None where the loss is the caller's, and labels may mean anything."""
+    return None if subject.loss is not None else partial(labelled, subject.model, required=selection.needs_losses)
 
 
 def _check_ids(model: nn.Module, data: CalibrationData, given_by: str) -> None:

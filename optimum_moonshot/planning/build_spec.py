@@ -16,7 +16,7 @@ from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..pipeline.block_sequences import find_block_sequences
-from ..pipeline.calibration_data import with_room
+from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint
@@ -59,7 +59,7 @@ def build_spec(
     if model_device(model).type != "meta" and offloaded is None:
         data, sequences = _tested(subject, selection, batches)
     else:
-        options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
         data, sequences = with_room(load_calibration(batches, None, **options), selection, model), None
         if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
@@ -139,8 +139,9 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
     """The batches of a run: those given, or random ones of their size."""
     config, model = selection.config, subject.model
     if is_given(calibration):
-        options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
-        return load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options).batches
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
+        options |= {"max_positions": max_positions(model), "usable": usable(subject, selection)}
+        return load_calibration(calibration, subject.tokenizer, **options).batches
     generator = torch.Generator().manual_seed(config.seed)
     firsts = range(0, config.num_samples, config.batch_size)
     sizes = [min(config.batch_size, config.num_samples - first) for first in firsts]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calibration.accumulators import STAGED, GradientPlan, numbers_per_row
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage
-from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
+from ..data.batches import Batch, batch_size, shorten, take
 from ..errors import MoonshotError
 from ..model.calls import model_device, to_device
 from ..model.layers import Block, PrunableLayer
@@ -47,7 +47,7 @@ def total(timing: Timing, *quantities: str) -> float:
 
 def pass_seconds(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
     """The timing of one sample of a batch."""
-    part, trials = _cut(batch, 1, FIRST_TOKENS), list[tuple[int, Timing]]()
+    part, trials = shorten(batch, tokens=FIRST_TOKENS), list[tuple[int, Timing]]()
     while True:
         started = clock(run.device)
         timing = _trial(subject, run, part)
@@ -68,13 +68,13 @@ def pass_seconds(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
 def _larger(batch: Batch, part: Batch, trials: list[tuple[int, Timing]], taken: float, limit: float) -> Batch | None:
     """The largest part of a batch whose trial should take less than the limit; None for the present one."""
     passes = total(trials[-1][1], *GROWING)
-    for other in (batch, _cut(batch, 1, None), _cut(batch, 1, 256)):
+    for other in (batch, take(batch, 0, 1), shorten(batch, tokens=256)):
         expected = total(extrapolate(trials, _elements(other)), *GROWING)
         affordable = expected < limit and max(0.0, taken - passes) + expected < GROWTH * limit
         if affordable and _elements(other) > _elements(part):
             return other
     tokens = next(iter(part.values())).shape[1] if "input_ids" in part else 1
-    longer = _cut(batch, 1, GROWTH * tokens)  # a second trial is worth more time, since it gives the line
+    longer = shorten(batch, tokens=GROWTH * tokens)  # a second trial is worth more time, since it gives the line
     return longer if len(trials) == 1 and passes < 2 * limit and _elements(longer) > _elements(part) else None
 
 
@@ -213,13 +213,6 @@ def _affordable(run: RunSpec, layer: PrunableLayer, samples: int) -> GradientPla
     if run.statistics.diagonal or rows == d_out or layer.groups > 1:
         return plan
     return dataclasses.replace(plan, rows=slice(0, max(1, rows)))
-
-
-def _cut(batch: Batch, samples: int, tokens: int | None) -> Batch:
-    """Some samples of a batch, shortened if all inputs are those of tokens."""
-    part = take(batch, 0, samples)
-    shortens = tokens is not None and set(part) <= TOKEN_INPUTS
-    return {name: each[:, :tokens] for name, each in part.items()} if shortens else part
 
 
 def _elements(batch: Batch) -> int:

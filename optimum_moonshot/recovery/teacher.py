@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration.storage import Storage
-from ..data.batches import Batch
+from ..data.batches import IGNORED, Batch
 from ..errors import MoonshotError, Option, Text, require
 from ..model.calls import recorded, run_model
-from ..model.losses import IGNORED, token_mask
+from ..model.losses import token_mask
 
 CHUNK = 2**22  # logits of the teacher in float32 at once
 RECOVER = Option("recover", "distill")

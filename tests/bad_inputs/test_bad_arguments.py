@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from datasets import Dataset
 from invalid_inputs import BATCHES, NAN, config, one_line
 from models import make
 from torch import nn
@@ -51,6 +52,11 @@ DATA = [
      "attention_mask of (2, 5) for input_ids of (2, 8); give one entry for each token"),
     ([{"input_ids": IDS, "attention_mask": IDS * 0}],
      "attention_mask hides all tokens of a sample; leave that sample out"),
+    ([{"input_ids": IDS, "labels": IDS * 0 - 100}] * 2, "num_samples=4: the data has 0 samples with a label, and 4"),
+    (Dataset.from_dict({"id": ["a"], "turns": [["b"]]}),
+     "the data has the columns id, turns; rename the one that holds text to text, one of conversations to messages"),
+    (Dataset.from_dict({"messages": [[{"role": "user", "content": "a"}]] * 4}),
+     "tokenizer=None: text calibration needs one; give the model's tokenizer, or save it in the model's folder"),
     ("lorem ipsum " * 10_000, '"lorem ipsum lorem ipsum'),
     ("a\0b", "is neither the name of a data set nor a file"),
     ("wikitext3", '"wikitext3" is neither the name of a data set nor a file; use c4, wikitext2'),

@@ -50,8 +50,8 @@ def test_unusable_sources_are_rejected(source, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text\nabc\n", r'a.csv" is a file of unknown format; use one of \.txt, \.json'),
-        *((name, "", f'{name}" is empty') for name in ("a.txt", "a.json", "a.jsonl.gz", "a.parquet")),
+        ("a.tsv", "text\nabc\n", r'a.tsv" is a file of unknown format; use one of \.txt, \.json'),
+        *((name, "", f'{name}" is empty') for name in ("a.txt", "a.json", "a.jsonl.gz", "a.parquet", "a.csv")),
         *(
             (name, "{no\n", f'{name}" cannot be read .*check')
             for name in ("a.json", "a.jsonl", "a.json.gz", "a.parquet")

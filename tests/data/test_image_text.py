@@ -39,6 +39,10 @@ def test_a_parquet_file_and_messages_are_rows_too(tmp_path):
     table = rows(messages=[chat] * 5)
     _, report = prune("llava", table, with_processor=recorder)
     assert recorder.shown[0] == "<image>what is it?|a picture" and parts(report) == {"visual", "text"}
+    turns = [{"from": "human", "value": "what is it?"}, {"from": "gpt", "value": "a picture"}]
+    other = processor("llava")
+    prune("llava", rows(conversations=[turns] * 5), with_processor=other)
+    assert other.shown == recorder.shown
     table.to_parquet(tmp_path / "rows.parquet")
     _, again = prune("llava", str(tmp_path / "rows.parquet"))
     assert [layer.loss for layer in again.layers] == [layer.loss for layer in report.layers]

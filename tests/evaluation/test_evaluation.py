@@ -213,7 +213,9 @@ class TestNamedDataSets:
         assert perplexity(model, tokenizer, "c4", sequence_length=8, max_windows=3).windows == 3
 
     def test_default_is_wikitext2(self, model, tokenizer, monkeypatch):
-        monkeypatch.setattr(evaluation, "evaluation_text", lambda source: ({"wikitext2": TEXT}[source], None))
+        monkeypatch.setattr(
+            evaluation, "evaluation_text", lambda source, tokenizer: ({"wikitext2": TEXT}[source], None)
+        )
         assert perplexity(model, tokenizer).dataset == "wikitext2"
 
     @pytest.mark.parametrize("name", ["c4", "wikitext2", "ptb"])

@@ -15,7 +15,7 @@ from tiny_mixtures import same
 from training_runs import CONFIG, HALF, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.integrations.trainer import labelled, seeded_random_state, training_inputs
+from optimum_moonshot.integrations.trainer import seeded_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
 
 
@@ -326,16 +326,6 @@ def test_calibration_samples_are_drawn_at_random_through_the_collator():
 
     Loader.dataset = Stream()
     assert drawn(0) == list(range(20))
-
-
-def test_samples_without_a_label_are_left_out():
-    batch = {
-        "input_ids": torch.arange(9).view(3, 3),
-        "labels": torch.tensor([[1, 2, 3], [1, -100, -100], [-100, 2, -100]]),
-    }
-    assert labelled(batch)["input_ids"].tolist() == [[0, 1, 2], [6, 7, 8]]
-    assert labelled({"labels": batch["labels"][1:2]}) is None
-    assert labelled({"labels": torch.tensor([1, 2])})["labels"].tolist() == [1, 2]
 
 
 def test_trl(tmp_path, tokenizer):
