@@ -1,53 +1,35 @@
-"""Settings of a program around a run that would change its results, left out while the run lasts.
+"""A model as itself, without what a program has wrapped around it, while a run or an evaluation lasts.
 
-A default dtype or device, autocast, disabled gradients and the state of random number generators belong to the program.
-So do wrappers around a model's forward: the mixed precision of accelerate, which a `Trainer` leaves behind, and
-compilation, under whose graphs the hooks of a run would be traced.
+A `Trainer` with mixed precision leaves a forward under autocast behind, and the hooks of a run would be traced into
+compiled graphs.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..devices import preserved_random_state
 from ..errors import require
+from ..torch_settings import shared, usual_settings
 from .calls import CALL, calling
 from .wide_products import wide_products
 
 # Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
-_LOCK = threading.Lock()
-_SHARED: dict[Any, tuple[int, ExitStack]] = {}  # contexts that several threads are in, and how many are
 
 
 @contextmanager
 def isolated(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model without compilation, called inside as in a new process: in its own dtype, with gradients enabled.
-
-    The default dtype, the random state and the model's wrappers are shared by all threads: the first of several that
-    are inside changes them, and the last one restores them.
+    """Yield a model that is not compiled; inside, it computes in its own dtype, with torch's usual settings.
 
     Raises:
         MoonshotError: as `uncompiled`.
     """
     model = uncompiled(model)
-    autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        stack.enter_context(_shared("process", lambda: [_float32_by_default(), preserved_random_state()]))
-        stack.enter_context(_shared(model, lambda: _without_wrappers(model)))
-        for kind in autocast:
-            stack.callback(torch.clear_autocast_cache)  # it may have copies of weights that the run has changed
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(wide_products(model))
+    with usual_settings(), shared(model, lambda: _without_wrappers(model)), wide_products(model):
         yield model
 
 
@@ -63,38 +45,6 @@ def uncompiled(model: nn.Module) -> nn.Module:
     message = f"{inside.rpartition('.')[0]} was replaced by torch.compile(module), so its weights have other names"
     require(not inside, message, field="model", hint="compile it in place by module.compile(), or after the pruning")
     return model
-
-
-@contextmanager
-def _shared(key: Any, contexts: Callable[[], Iterable[AbstractContextManager[None]]]) -> Iterator[None]:
-    """Contexts that the first of several threads enters and the last one leaves."""
-    with _LOCK:
-        inside, stack = _SHARED.get(key) or (0, ExitStack())
-        if not inside:
-            with ExitStack() as entering:
-                for each in contexts():
-                    entering.enter_context(each)
-                stack = entering.pop_all()
-        _SHARED[key] = inside + 1, stack
-    try:
-        yield
-    finally:
-        with _LOCK:
-            inside, stack = _SHARED.pop(key)
-            if inside > 1:
-                _SHARED[key] = inside - 1, stack
-            else:
-                stack.close()
-
-
-@contextmanager
-def _float32_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _without_wrappers(model: nn.Module) -> Iterator[AbstractContextManager[None]]:
