@@ -86,7 +86,8 @@ def wait_for(device: torch.device) -> None:
 
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Restore torch's random state on exit: of the CPU, and of `device`, or of every GPU."""
-    gpus = range(torch.cuda.device_count()) if device is None else [device] if is_gpu(device) else []
+    """Restore torch's random state on exit: of the CPU, and of `device`, or of every GPU if the process uses any."""
+    used = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    gpus = used if device is None else [device] if is_gpu(device) else []
     with torch.random.fork_rng(devices=gpus):
         yield

@@ -17,8 +17,10 @@ from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzero
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
 from .solvers.quantization import on_grid
+from .torch_settings import usual_settings
 
 
+@usual_settings()
 @torch.no_grad()
 def prune_weight(
     weight: Tensor, gram: Tensor | None = None, gradients: Tensor | None = None, *, config: MoonshotConfig
@@ -46,6 +48,7 @@ def prune_weight(
     return _in_dtype(on_grid(solver, objective, solver.solve(objective, pattern), pattern), weight)
 
 
+@usual_settings()
 @torch.no_grad()
 def prune_weight_path(
     weight: Tensor,

@@ -15,7 +15,8 @@ from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .config import MoonshotConfig
 from .errors import MoonshotError, require
-from .pipeline.run_context import check_not_applied, run_context
+from .model.isolation import uncompiled
+from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
 from .planning.build_spec import MachineMemory
 from .planning.plan import make_plan
@@ -53,20 +54,21 @@ class MoonshotPruner:
 
     Args:
         model: a `PreTrainedModel`, on any device. It changes only once every layer has its result; a run that fails or
-            is interrupted leaves it unchanged. A model that was pruned while it was loaded can be saved at once.
+            is interrupted leaves it unchanged. A model that was pruned while it was loaded can be saved at once. Of a
+            model from `torch.compile(model)`, `pruner.model` is the module inside, whose weights it shares.
         config: the method.
         tokenizer: for calibration on text; saved with the model.
         processor: image processor, for calibration on images; saved with the model. For a plain module, a function
             from an image to its tensor [C, H, W].
 
     Raises:
-        MoonshotError: another type of model or configuration.
+        MoonshotError: another type of model or configuration, or a model with a part from `torch.compile(part)`.
     """
 
     def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any = None, processor: Any = None):
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
-        self.model, self.config, self.tokenizer, self.processor = model, config, tokenizer, processor
+        self.model, self.config, self.tokenizer, self.processor = uncompiled(model), config, tokenizer, processor
         # A model that was pruned while it was loaded has its report.
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
         self.rotation: RotationReport | None = None  # of `rotate`
@@ -463,7 +465,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is no longer n:m, or no longer on
                 its grid.
         """
-        check_not_applied(self.model, "to_runtime")
+        check_idle(self.model, "to_runtime")
         if PruningRecord.of(self.model) is None:
             self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
@@ -488,7 +490,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 no longer n:m, or no longer on its grid.
         """
-        check_not_applied(self.model, "save_pretrained")
+        check_idle(self.model, "save_pretrained")
         save_result(self.model, (self.tokenizer, self.processor), self._result(), directory, format, options)
         self._discard_results()
 
@@ -521,7 +523,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the token is refused, the repository contains files, or the
                 connection broke; nothing is published then.
         """
-        check_not_applied(self.model, "push_to_hub")
+        check_idle(self.model, "push_to_hub")
         processors, repository = (self.tokenizer, self.processor), Repository(repo_id, private, token, exist_ok)
         address = publish(self.model, processors, self._result(), repository, format, commit_message, options)
         self._discard_results()

@@ -81,6 +81,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise MoonshotError(f"{what}: give a tensor, or lists of numbers of equal length ({error})") from error
     require(tensor.layout is torch.strided, f"{what} is of layout {tensor.layout}", hint="give a dense tensor")
+    tensor = tensor.clone() if tensor.is_inference() else tensor  # which no backward pass accepts
     require(tensor.numel() > 0, f"{what} has shape {tuple(tensor.shape)}, which is empty", hint="leave it out")
     finite = not tensor.is_floating_point() or not bool(tensor.isnan().any())
     require(finite, f"{what} contains NaN", hint="give finite numbers")

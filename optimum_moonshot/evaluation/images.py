@@ -11,8 +11,8 @@ from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_
 from ..data.sources import describe, input_batches, short_name
 from ..errors import MoonshotError, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
+from ..model.isolation import isolated
 from ..model.losses import checked_labels
-from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
@@ -65,7 +65,7 @@ def accuracy(
         batches = image_batches(source, model, processor, class_numbers(source, model)[0], batch_size)
     right, seen = 0, 0
     bar = progress_bar(desc="accuracy", unit="image", shown=progress)
-    with evaluation_mode(model), wide_products(model), called_by(model, forward), torch.no_grad(), bar:
+    with isolated(model) as model, evaluation_mode(model), called_by(model, forward), torch.no_grad(), bar:
         for batch in batches:
             if max_images is not None:
                 batch = {name: tensor[: max_images - seen] for name, tensor in batch.items()}

@@ -16,8 +16,8 @@ from ..data.sources import describe, short_name
 from ..data.text import bos_of, evaluation_text, tokenize, window_length
 from ..errors import MoonshotError, Option, Text, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
+from ..model.isolation import isolated
 from ..model.model_info import check_tokens, max_positions
-from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
@@ -94,7 +94,7 @@ def perplexity(
     check_tokens(model, windows, "tokenizer")
     total = torch.zeros((), dtype=torch.float64)
     bar = progress_bar(total=len(windows), desc="perplexity", shown=progress)
-    with evaluation_mode(model), torch.no_grad(), bar:
+    with isolated(model) as model, evaluation_mode(model), torch.no_grad(), bar:
         for batch in windows.split(batch_size):
             total += _loss(model, batch)
             bar.update(len(batch))
@@ -121,8 +121,7 @@ def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Summed loss of the next-token predictions in windows [B, T], in float64 on the CPU."""
     ids = ids.to(model_device(model))
-    with wide_products(model):
-        output = run_model(model, {"input_ids": ids})
+    output = run_model(model, {"input_ids": ids})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         message = f"{type(model).__name__} returns no logits for every token"

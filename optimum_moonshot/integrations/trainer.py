@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,14 +22,17 @@ from ..data.sources import open_source
 from ..devices import preserved_random_state
 from ..errors import MoonshotError, Text, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
+from ..model.isolation import isolated
 from ..model.layers import PrunableLayer, adapted_layers
 from ..model.model_info import takes_images
 from ..objective.patterns import NM, Experts
 from ..pipeline.selection import select
 from ..pruner import MoonshotPruner
-from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .distillation import Distillation
+
+if TYPE_CHECKING:
+    from ..reports.prune_report import PruneReport
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
 _SCHEDULE_OPTIONS = ("begin_step", "end_step", "every", "calibration")
@@ -50,6 +53,7 @@ class MoonshotCallback(TrainerCallback):
     Removed weights are exactly zero after every optimizer step. The Trainer's log has `moonshot_sparsity` and, after a
     pruning, `moonshot_loss`, the relative loss L_λ of the pruned layers, a mean over their weights. (The Trainer calls
     TensorBoard and other loggers before this callback; `trainer.callback_handler.callbacks.insert(0, …)` changes that.)
+    With `load_best_model_at_end`, the best model is selected among those after the last pruning.
     A resumed run equals the uninterrupted one: the masks are the zeros of the checkpoint, and calibration samples are
     drawn by seed and step. At the end of training, the zeros and an n:m pattern are verified and printed.
 
@@ -127,7 +131,8 @@ class MoonshotCallback(TrainerCallback):
                 self._keep(layers, model, optimizer)
                 return
             self._check(self.config, model, max(state.max_steps, 1), kwargs.get("train_dataloader"))
-            layers = select(model, self.config).layers  # raises now if the configuration does not fit
+            with isolated(model) as plain:
+                layers = select(plain, self.config).layers  # raises now if the configuration does not fit
             if min(self.schedule) < state.global_step:
                 losses = [entry[LOSS] for entry in state.log_history if LOSS in entry]
                 self.relative_loss = losses[-1] if losses else None
@@ -164,17 +169,20 @@ class MoonshotCallback(TrainerCallback):
         config = replace(self.config, sparsity=self.schedule[state.global_step])
         calibration = self.calibration
         seed = (config.seed + state.global_step) % 2**32
-        with self._detached_on_failure(), seeded_random_state(seed), _without_autocast(model):
+        with self._detached_on_failure(), seeded_random_state(seed):
             if calibration is None:
                 calibration = training_inputs(kwargs["train_dataloader"], config.batch_size, seed)
             pruner = MoonshotPruner(model, config, kwargs.get("processing_class"))
             self.report = pruner.prune(calibration, progress=False)
-            layers = select(model, config).layers
+            with isolated(model) as plain:
+                layers = select(plain, config).layers
             if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
                 for layer in layers:  # the weights of all data-parallel processes become those of the first
                     torch.distributed.broadcast(layer.parameter.data, 0)
             self._keep(layers, model, kwargs.get("optimizer"))
         self.relative_loss = self.report.loss
+        # No model from before this pruning is the best one, which `load_best_model_at_end` loads.
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -281,20 +289,6 @@ def seeded_random_state(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-@contextmanager
-def _without_autocast(model: nn.Module) -> Iterator[None]:
-    """Replace accelerate's mixed-precision forward by the model's: a single block has no autocast either."""
-    wrapped, original = (model.__dict__.get(name) for name in ("forward", "_original_forward"))
-    if wrapped is None or original is None:
-        yield
-        return
-    model.forward = original
-    try:
-        yield
-    finally:
-        model.forward = wrapped
 
 
 def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:

@@ -19,6 +19,8 @@ from ..errors import MoonshotError, reason, require
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call: positional, and by name
 
+# Where `module.compile()` stores the function that replaces all calls of a module; copies of the module are without it.
+CALL = "_compiled_call_impl"
 _FORWARDS: dict[nn.Module, Forward] = {}  # of models with a custom call
 
 
@@ -59,17 +61,17 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the module's `forward`; hooks around it still run."""
-    original = module.__dict__.get("forward")  # accelerate sets one
-    module.forward = forward
+def calling(module: nn.Module, call: Callable[..., Any], attribute: str = "forward") -> Iterator[None]:
+    """Replace the module's `forward`, around which hooks still run, or `CALL`, which they are a part of."""
+    original = vars(module).get(attribute)  # accelerate sets one
+    setattr(module, attribute, call)
     try:
         yield
     finally:
         if original is None:
-            del module.forward
+            delattr(module, attribute)
         else:
-            module.forward = original
+            setattr(module, attribute, original)
 
 
 @contextmanager

@@ -187,16 +187,13 @@ def onloaded_in_turn(blocks: Sequence[Block], within: Within | None = None) -> I
 
 @contextmanager
 def differentiated_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
-    """As `onloaded_in_turn`, for a forward pass that gradients are computed of afterwards.
+    """Like `onloaded_in_turn`, but keeps what a later backward pass needs.
 
-    The hooks keep the data that the graph saved of each parameter alive: the parameter itself is empty after the call.
+    The graph saves detached tensors, whose data stay: a parameter is empty after the call.
     """
-
-    def alias(tensor: Tensor) -> Tensor:
-        return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
-
     offloaded = any(block.weights is not RESIDENT for block in blocks)
-    saved = saved_tensors_hooks(alias, lambda tensor: tensor) if offloaded else nullcontext()
+    # A saved tensor that is the output of its own node would be a cycle that nothing collects.
+    saved = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor) if offloaded else nullcontext()
     with saved, onloaded_in_turn(blocks, within):
         yield
 

@@ -59,6 +59,11 @@ class Prepared:
         return self.data
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the conditions of the run and on the data, for the report."""
+        return (*self.subject.notes, *(self.data.notes if self.data else ()))
+
+    @property
     def batches(self) -> list[Batch]:
         """The calibration batches of this process, as small as the device's memory requires; none without data.
 

@@ -1,8 +1,12 @@
 """The conditions of a run: checks of the model, the processes that take part, and weights outside of the blocks."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +14,16 @@ from torch import nn
 from ..checkpoint.in_memory import is_packed
 from ..distributed.ranks import SINGLE_PROCESS, processes
 from ..errors import require
-from ..model.calls import Forward, called_by
-from ..model.layers import rest_onloaded
+from ..model.calls import CALL, Forward, called_by, calling, model_device
+from ..model.isolation import isolated
+from ..model.layers import find_blocks, rest_onloaded
 from ..model.offload import write_to
-from ..model.wide_products import wide_products
 from .selection import Subject
 
 _APPLIED: dict[nn.Module, int] = {}  # models with the weights of a variant, and how many contexts gave them some
+_RUNNING: set[nn.Module] = set()  # the models of runs, and their modules above the blocks
+_LOCK = threading.Lock()
+_ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers, without those inside it
 PACKED = 'the model is packed in memory: call pruner.to_runtime("dense") first'
 
 
@@ -36,20 +43,103 @@ def run_context(
     model, loss = subject.model, subject.loss
     message = "torch.inference_mode() forbids gradients: prune outside of it"
     require(not torch.is_inference_mode_enabled(), message)
+    _check_writable(model)
     require(loss is None or callable(loss), "give a function of output and inputs", field="loss", value=loss)
     require(not is_packed(model), PACKED)
     if call is not None:
-        check_not_applied(model, call)
+        check_idle(model, call)
     together = nullcontext(SINGLE_PROCESS) if call is None else processes()
-    with together as ranks, called_by(model, forward), rest_onloaded(model), wide_products(model):
+    with (
+        isolated(model),
+        _running(model, call or "plan"),
+        _differentiable_attention(model) as notes,
+        together as ranks,
+        called_by(model, forward),
+        rest_onloaded(model),
+    ):
         ranks.check_equal("the call", {"the method": str(call)})
         write_to(model, offload_dir)
-        yield dataclasses.replace(subject, progress=subject.progress and ranks.is_main, ranks=ranks)
+        progress = subject.progress and ranks.is_main
+        yield dataclasses.replace(subject, progress=progress, ranks=ranks, notes=notes)
+
+
+def _check_writable(model: nn.Module) -> None:
+    """Check that the weights of a model can be changed in place.
+
+    Raises:
+        MoonshotError: for the first that cannot be.
+    """
+    inference = any(tensor.is_inference() for tensor in chain(model.parameters(), model.buffers()))
+    message = "its weights were created inside torch.inference_mode(), and cannot be changed outside of it"
+    require(not inference, message, field="model", hint="load it under torch.no_grad()")
+    for name, parameter in model.named_parameters():
+        shared = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
+        message = f"entries of {name} share their memory, as those of expand() do"
+        require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
+
+
+@contextmanager
+def _differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Meanwhile a model on the CPU computes attention without flex attention, which has no backward pass there.
+
+    Yields a note for the report, if that changes anything.
+    """
+    configs = {id(config): config for each in model.modules() if (config := vars(each).get("config")) is not None}
+    flex = [config for config in configs.values() if getattr(config, _ATTENTION, None) == "flex_attention"]
+    flex = flex if flex and model_device(model).type == "cpu" else []
+    other = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    for config in flex:
+        setattr(config, _ATTENTION, other)
+    try:
+        yield (f"attention was computed by {other!r}: flex attention has no backward pass on CPUs",) if flex else ()
+    finally:
+        for config in flex:
+            setattr(config, _ATTENTION, "flex_attention")
+
+
+@contextmanager
+def _running(model: nn.Module, call: str) -> Iterator[None]:
+    """Meanwhile other threads cannot call the model, and nobody can start another run on it.
+
+    Raises:
+        MoonshotError: a run on the model, or on a part of it, is at work.
+    """
+    parents = {name[:end] for name, _ in find_blocks(model) for end, letter in enumerate(name) if letter == "."}
+    modules = {module for name, module in model.named_modules() if not name or name in parents}
+    with _LOCK:
+        check_not_running(model, call)
+        _RUNNING.update(modules)
+    try:
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(calling(module, partial(_call, module, threading.get_ident()), CALL))
+            yield
+    finally:
+        _RUNNING.difference_update(modules)
+
+
+def _call(module: nn.Module, thread: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a module in the thread of its run, or in one of autograd's, which compute activations again."""
+    here = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+    message = f"another thread called {type(module).__name__} during a run, which changes it and observes its calls"
+    require(here, message, hint="wait for the end of the run, or call a copy made before it")
+    return module._call_impl(*args, **kwargs)
+
+
+def check_not_running(model: nn.Module, call: str) -> None:
+    """Check that no run on the model, or on a part of it, is at work.
+
+    Raises:
+        MoonshotError: one is.
+    """
+    message = f"{call}: another run on this model is at work"
+    hint = f"call {call} after its end, or on a copy made before it"  # a later copy has the hooks of the run
+    require(_RUNNING.isdisjoint(model.modules()), message, hint=hint)
 
 
 @contextmanager
 def holding_variant(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the model has the weights of a variant, and `check_not_applied` refuses calls."""
+    """Meanwhile the model has the weights of a variant, and `check_idle` refuses calls."""
     _APPLIED[model] = _APPLIED.get(model, 0) + 1
     try:
         yield
@@ -59,11 +149,12 @@ def holding_variant(model: nn.Module) -> Iterator[None]:
             del _APPLIED[model]
 
 
-def check_not_applied(model: nn.Module, call: str) -> None:
-    """Check that a call which changes or saves weights is outside of `applied`, whose end would replace them.
+def check_idle(model: nn.Module, call: str) -> None:
+    """Check that a call which changes or saves weights is outside of runs and of `applied`, which would replace them.
 
     Raises:
         MoonshotError: it is inside.
     """
+    check_not_running(model, call)
     message = f"{call}: inside of applied() the model has a variant's weights, and the end of the block replaces them"
     require(model not in _APPLIED, message, hint=f"call {call} after the block")

@@ -47,6 +47,7 @@ class Subject:
     progress: bool = True  # show bars
     ranks: Ranks = SINGLE_PROCESS  # the processes of the run
     teacher: DenseTeacher | None = None  # of a recovery; None: the model before the run
+    notes: tuple[str, ...] = ()  # on the conditions of the run, for its report
 
     @property
     def is_main(self) -> bool:

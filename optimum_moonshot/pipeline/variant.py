@@ -49,8 +49,7 @@ class Variant:
         cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
     ) -> "Variant":
         """As `open_store`; the selection differs from the prepared one in λ, pattern and sparsity at most."""
-        notes = prepared.data.notes if prepared.data else ()
-        return cls(prepared.model, selection, open_store(prepared, selection, folder, field), notes)
+        return cls(prepared.model, selection, open_store(prepared, selection, folder, field), prepared.notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""

@@ -270,7 +270,8 @@ class _FakeModel:
                 for _pair in layer.pairs(inputs, delta, None, self.samples):
                     pass
 
-            output.register_hook(gradient)
+            # A hook that stays would hold this model, whose calls hold the graph with the hook.
+            stack.callback(output.register_hook(gradient).remove)
             return output if leaf else None
 
         for module in layer.modules:

@@ -86,7 +86,7 @@ def make_plan(
         snapshots=peaks,
         seconds={} if seconds is None else seconds.phases(visits),
         overflows=tuple(overflow for phase in overflows for overflow in phase),
-        notes=tuple(dict.fromkeys([*selection.notes, *data.notes])),
+        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes])),
     )
 
 

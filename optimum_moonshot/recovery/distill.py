@@ -161,7 +161,7 @@ class Distillation:
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = 0 if storage.data_ptr() in weights else storage.nbytes()
-            return tensor
+            return tensor.detach()  # an output that its own node holds would never be collected
 
         with self.backoff.together(), saved_tensors_hooks(keep, lambda tensor: tensor):
             logits = self._logits(piece)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,8 @@ class StudentModel:
         if layer is not None and grid is not None:
             master.grid = GridWeight.restore(replace(layer, substitute=master.value), grid)
         if not same:
-            used.register_post_accumulate_grad_hook(master.collect)
+            # Without a reference to the master, which would be a cycle that nothing collects.
+            used.register_post_accumulate_grad_hook(partial(Master.collect, proxy(master)))
         self.masters[name] = master
         return used
 

@@ -27,7 +27,7 @@ class ExpertSelection(MixtureProblems):
     def __init__(self, prepared: Prepared, mixtures: Sequence[Mixture], pattern: Experts, store: ResultStore):
         super().__init__(prepared, mixtures)
         self.pattern, self.store, self.solving = pattern, store, 0.0
-        self.notes: list[str] = [*(prepared.data.notes if prepared.data else ()), *store.notes]
+        self.notes: list[str] = [*prepared.notes, *store.notes]
 
     def lacks_mixture(self, name: str) -> bool:
         return name not in self.store.reports

@@ -6,9 +6,10 @@ from typing import Any
 from ..checkpoint.in_memory import is_packed
 from ..errors import require
 from ..model.compaction import Compaction, compact_model
+from ..model.isolation import isolated
 from ..model.model_info import whole_numbers
 from ..objective.patterns import Experts
-from ..pipeline.run_context import PACKED, check_not_applied
+from ..pipeline.run_context import PACKED, check_idle
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from ..reports.rotation_report import RotationReport
@@ -20,12 +21,13 @@ def compact_pruned(model: Any, report: PruneReport | None) -> tuple[Any, Compact
     Raises:
         MoonshotError: as `compact_model`, or the model is packed or has the weights of a variant.
     """
-    check_not_applied(model, "compact")
+    check_idle(model, "compact")
     record = PruningRecord.of(model)
     if record is not None and record.config["pattern"] == Experts.kind and record.compaction is not None:
         return model, Compaction.from_dict(record.compaction)
     require(not is_packed(model), PACKED)
-    small, compaction = compact_model(model)
+    with isolated(model):
+        small, compaction = compact_model(model)
     dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(small)
     if report is not None:
         declared = {name for name, _ in whole_numbers(model.config)}

@@ -12,7 +12,7 @@ from typing import Any
 from ..config import MoonshotConfig
 from ..errors import require
 from ..functional import check_ranked
-from ..pipeline.run_context import check_not_applied
+from ..pipeline.run_context import check_idle
 from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant
 from ..reports.prune_report import PruneReport
@@ -55,7 +55,7 @@ class SparsityPath:
             MoonshotError: the path lacks this sparsity, or the call is inside of `applied`.
         """
         variant = self._variant(sparsity)
-        check_not_applied(variant.model, "apply")
+        check_idle(variant.model, "apply")
         variant.commit(keep=True)
         # The calibration passes are shared; the variants have divided the time of the solver.
         calibrating = self._solved.seconds - sum(each.solving for each in self._solved.variants)

@@ -19,7 +19,7 @@ from ..model.calls import evaluation_mode
 from ..model.losses import is_causal
 from ..pipeline.calibration_loss import mean_loss, mean_of
 from ..pipeline.inputs import Prepared
-from ..pipeline.run_context import check_not_applied
+from ..pipeline.run_context import check_idle
 from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
@@ -55,7 +55,7 @@ class Sweep:
             MoonshotError: an entry of another sweep, or a call inside of `applied`.
         """
         variant = self._variant(entry)
-        check_not_applied(variant.model, "choose")
+        check_idle(variant.model, "choose")
         variant.commit()
         seconds = {"calibration": entry.seconds - variant.solving, "solver": variant.solving, "total": entry.seconds}
         return variant.report(self.solved.prepared, seconds)

@@ -142,12 +142,32 @@ def meta(whole):
     return model
 
 
+def compiled_inside():
+    model = make("llama")
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    return model
+
+
+def expanded():
+    model = make("llama")
+    model.model.norm.weight = nn.Parameter(torch.ones(1).expand(16))
+    return model
+
+
+@torch.inference_mode()
+def inference():
+    return make("llama")
+
+
 OBJECTS = [
     (partial(meta, True), "model.layers.0.self_attn.q_proj: its weight is on the meta device; load the model"),
     (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), "nothing to prune: the model has no Linear or Conv2d"),
     (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
     (lambda: "gpt2", "model is a str: give a PreTrainedModel"),
+    (compiled_inside, "model: model.layers.0 was replaced by torch.compile(module), so its weights have other names"),
+    (expanded, "model: entries of model.norm.weight share their memory, as those of expand() do; clone it"),
+    (inference, "model: its weights were created inside torch.inference_mode(), and cannot be changed outside of it"),
 ]
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -212,6 +213,20 @@ def test_a_weight_that_is_zero_at_a_checkpoint_stays_zero(tmp_path):
         model, zero = pruned(), Zero()
         trainer(tmp_path, model, MoonshotCallback(), zero, **changes).train()
         assert (model.model.layers[0].mlp.up_proj.weight[0, zero.place] == 0) == bool(changes)
+
+
+@pytest.mark.parametrize("schedule", [{"begin_step": 3}, {"begin_step": 1, "end_step": 4, "every": 3}], ids=str)
+def test_the_best_model_is_one_from_after_the_last_pruning(schedule, tmp_path):
+    """The metric falls from evaluation to evaluation, so that the dense model would win."""
+    values = iter(range(100, 0, -1))
+    settings = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, save_total_limit=1)
+    settings |= dict(load_best_model_at_end=True, metric_for_best_model="quality", greater_is_better=True)
+    evaluated = partial(hf.Trainer, eval_dataset=samples(4), compute_metrics=lambda _: {"quality": next(values)})
+    callback = MoonshotCallback(HALF, **schedule)
+    run = trainer(tmp_path, make("llama"), callback, cls=evaluated, **settings)
+    run.train()
+    assert run.state.best_global_step == max(callback.schedule) + 1
+    assert callback.masks.sparsity() == pytest.approx(0.6, abs=0.01)
 
 
 def test_restoring_a_checkpoint_from_before_the_pruning_is_an_error(tmp_path):

@@ -1,0 +1,71 @@
+"""A model as itself, without what a program has wrapped around it, while a run or an evaluation lasts.
+
+A `Trainer` with mixed precision leaves a forward under autocast behind, and the hooks of a run would be traced into
+compiled graphs.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from ..errors import require
+from ..torch_settings import shared, usual_settings
+from .calls import CALL, calling
+from .wide_products import wide_products
+
+# Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
+_WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
+_ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
+
+
+@contextmanager
+def isolated(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model that is not compiled; inside, it computes in its own dtype, with torch's usual settings.
+
+    Raises:
+        MoonshotError: as `uncompiled`.
+    """
+    model = uncompiled(model)
+    with usual_settings(), shared(model, lambda: _without_wrappers(model)), wide_products(model):
+        yield model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was given, whose weights the compiled one shares, or the model itself.
+
+    Raises:
+        MoonshotError: a module inside was replaced by a compiled one, which changes the names of its weights.
+    """
+    while (original := model._modules.get(_ORIGINAL, vars(model).get(_ORIGINAL))) is not None:
+        model = original
+    inside = next((name for name, _ in model.named_modules() if name.rpartition(".")[2] == _ORIGINAL), "")
+    message = f"{inside.rpartition('.')[0]} was replaced by torch.compile(module), so its weights have other names"
+    require(not inside, message, field="model", hint="compile it in place by module.compile(), or after the pruning")
+    return model
+
+
+def _without_wrappers(model: nn.Module) -> Iterator[AbstractContextManager[None]]:
+    """Contexts in which the modules of a model call their own forward."""
+    for module in model.modules():
+        for attribute in ("forward", CALL):
+            wrapped = vars(module).get(attribute)
+            original = _unwrapped(wrapped, module)
+            if original is not wrapped:
+                yield calling(module, original, attribute)
+
+
+def _unwrapped(call: Any, module: nn.Module) -> Any:
+    """A call without the wrappers of mixed precision and compilation; a hook of accelerate around it stays."""
+    bound, inner = False, call
+    while True:
+        bound = bound or isinstance(inner, MethodType)
+        function = getattr(inner, "__func__", inner)
+        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if not home.startswith(_WRAPPERS) or not hasattr(function, "__wrapped__"):
+            break
+        inner = function.__wrapped__
+    unbound = bound and not isinstance(inner, MethodType) and hasattr(type(inner), "__get__")
+    return MethodType(inner, module) if unbound and inner is not call else inner
