@@ -1,6 +1,7 @@
 """The measurements of a dense model in parts: the protocol `losses.Measured` on calibration data."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +11,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ..calibration.statistic import NOT_FINITE
 from ..config import MoonshotConfig
 from ..data.batches import sample_count, spread_samples
+from ..errors import require
 from ..model.calls import evaluation_mode
 from ..model.depth import BlockSearch, skipping
 from ..model.layers import PrunableLayer, find_blocks, find_structure
@@ -85,7 +88,10 @@ class Trials:
         def measure() -> float:
             change = nullcontext() if changed is None else changed()
             with change, torch.no_grad(), evaluation_mode(self.prepared.model):
-                return mean_loss(self.measuring)
+                loss = mean_loss(self.measuring)
+            measured = "dense model" if changed is None else f"model, {key},"
+            require(math.isfinite(loss), f"the calibration loss of the {measured} is {loss}", hint=NOT_FINITE)
+            return loss
 
         return self.measurements.keep(key, measure)
 
