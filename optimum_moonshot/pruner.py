@@ -14,7 +14,7 @@ from .checkpoint.in_memory import to_runtime
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .config import MoonshotConfig
-from .errors import MoonshotError, require
+from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
@@ -105,8 +105,11 @@ class MoonshotPruner:
         return cls(model, config, tokenizer, processor)
 
     def _run(
-        self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool
+        self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool, **folders: Any
     ) -> AbstractContextManager[Subject]:
+        for name, folder in folders.items():
+            if folder is not None:
+                check_path(name, folder)
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
         return run_context(subject, self.config.offload_dir, forward, call)
 
@@ -149,7 +152,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad data, layers or statistics, with a hint.
         """
-        with self._run("prune", loss, forward, progress) as subject:
+        with self._run("prune", loss, forward, progress, resume_dir=resume_dir) as subject:
             self._sweep = None  # its statistics are those of the dense model
             report, discard = prune_model(subject, self._config, calibration, resume_dir)
         self._discards.append(discard)
@@ -185,7 +188,7 @@ class MoonshotPruner:
         """
         data = self.config.calibration if calibration is None else calibration
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
-        with self._run(None, loss, None, False) as subject:
+        with self._run(None, loss, None, False, resume_dir=resume_dir) as subject:
             return make_plan(subject, self._config, data, forward, resumes, memory)
 
     @classmethod
@@ -217,7 +220,7 @@ class MoonshotPruner:
         """
         pruner = cls(load_meta(name_or_config, offload, options), config)
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
-        with pruner._run(None, None, None, False) as subject:
+        with pruner._run(None, None, None, False, resume_dir=resume_dir) as subject:
             return make_plan(subject, config, config.calibration, None, resumes, memory, offload)
 
     def rotate(
@@ -249,7 +252,7 @@ class MoonshotPruner:
         """
         require(self.rotation is None, "rotate: the model is rotated already")
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
-        with self._run("rotate", loss, forward, progress) as subject:
+        with self._run("rotate", loss, forward, progress, resume_dir=resume_dir) as subject:
             self._sweep = None
             self.rotation, discard = rotate_model(subject, config, calibration, resume_dir)
         self._discards = [discard]
@@ -290,7 +293,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad values, data, layers or statistics.
         """
-        with self._run("sweep", loss, forward, progress) as subject:
+        with self._run("sweep", loss, forward, progress, work_dir=work_dir) as subject:
             grid = (lambdas, sparsities, patterns)
             self._sweep = sweep(subject, self._config, calibration, grid, metric, maximize, work_dir)
         return self._sweep.report
@@ -333,7 +336,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: another solver or pattern, bad data, layers or statistics.
         """
-        with self._run("prune_path", loss, forward, progress) as subject:
+        with self._run("prune_path", loss, forward, progress, work_dir=work_dir) as subject:
             self._sweep = None
             return prune_path(subject, self._config, calibration, sparsities, work_dir, self._reported)
 
@@ -434,7 +437,7 @@ class MoonshotPruner:
             MoonshotError: no target or several, or one that no combination reaches, with the least that is reached.
         """
         target = Target.of(parameters=parameters, bytes=bytes, latency=latency)
-        with self._run("shrink", loss, forward, progress) as subject:
+        with self._run("shrink", loss, forward, progress, resume_dir=resume_dir) as subject:
             options = (batch_shape, forward, resume_dir, hidden_multiple)
             result = shrink_model(subject, self._config, calibration, target, *options)
         self.model, report, discard = result

@@ -33,6 +33,7 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
     """
     check_choice("format", format, (*FORMATS, EXPORT))
     check_path("source", source)
+    check_path("output", output)
     hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
     folder = local_folder(source, whole=True, **hub)
     stored = stored_format(folder)

@@ -119,6 +119,7 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
     Returns whether the card was changed: one that this package did not write is not. `MoonshotError` for a folder
     without a report, or two results that were measured in different ways.
     """
+    check_path("folder", folder)
     folder = Path(folder)
     report = saved_report(folder)
     report.record(pruned, dense)

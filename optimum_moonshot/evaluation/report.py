@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..data.sources import short_name
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, check_path, require
 from ..files import replace_file, writing
 from ..reports.json_files import check_fields
 from ..reports.measurement import Measured, Measurement, versions
@@ -79,6 +79,7 @@ class EvalReport:
 
     def save(self, path: str | os.PathLike[str], **more: Any) -> None:
         """Write a JSON file, with further entries as JSON types."""
+        check_path("path", path)
         with writing("output", path):
             replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")
 
@@ -89,6 +90,7 @@ class EvalReport:
         Raises:
             MoonshotError: no such file, or one without results.
         """
+        check_path("path", path)
         try:
             report = cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

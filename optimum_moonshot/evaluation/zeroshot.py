@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import MoonshotError, Option, Text, check_whole, reason, require
+from ..errors import MoonshotError, Option, Text, check_path, check_whole, reason, require
 from ..model.calls import evaluation_mode
 from ..model.isolation import isolated
 from ..progress import bars_are_wanted
@@ -99,6 +99,7 @@ class ZeroShot:
         Raises:
             MoonshotError: a file that cannot be read, or has other content.
         """
+        check_path("path", path)
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

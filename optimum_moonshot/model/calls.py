@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers import Cache
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ..data.batches import Batch
 from ..devices import is_out_of_memory
@@ -193,6 +193,36 @@ def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         config.pad_token_id = None
+
+
+@torch.no_grad()
+def check_usable(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
+    """Check that a smaller model can be called as users do: with its cache, and to generate text.
+
+    The other passes of a run use no cache, so they do not show that the blocks are missing whose cache counts tokens.
+
+    Raises:
+        MoonshotError: a call fails that succeeds with the larger model.
+    """
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    options = GenerationConfig.from_model_config(small.config)
+    options.update(max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=options.pad_token_id or 0)
+
+    def failure(of: PreTrainedModel, generates: bool) -> str | None:
+        try:
+            with evaluation_mode(of):
+                of.generate(**inputs, generation_config=options) if generates else of(**inputs)
+        except Exception as error:  # of any type, in code of the architecture
+            if is_out_of_memory(error):
+                raise
+            return reason(error)
+        return None
+
+    for generates in (False, True) if small.can_generate() else (False,):
+        why = failure(small, generates)
+        usable = why is None or failure(model, generates) is not None
+        call = "generate text" if generates else "be called with its cache"
+        require(usable, f"the smaller {type(model).__name__} cannot {call}: {why}")
 
 
 def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, Option, Text, reason, require
 from ..progress import without_transformers_bars
 from .calls import (
+    check_usable,
     close,
     evaluation_mode,
     first_tensor,
@@ -324,13 +325,16 @@ def build_smaller(
         state: its tensors, by name.
         sources: name of a parameter of the smaller model → its name in the larger one, where these differ.
     """
-    with without_transformers_bars():
-        attention = model.config._attn_implementation
-        small = type(model).from_pretrained(
-            None, config=config, state_dict=dict(state), dtype=model.dtype, attn_implementation=attention
-        )
+    try:
+        with without_transformers_bars():
+            attention = model.config._attn_implementation
+            small = type(model).from_pretrained(
+                None, config=config, state_dict=dict(state), dtype=model.dtype, attn_implementation=attention
+            )
+    except ArithmeticError as error:  # RWKV divides by its number of blocks - 1 when it initializes weights
+        raise MoonshotError(f"{type(model).__name__} of this size cannot be created ({reason(error)})") from error
     nn.Module.to(small, model_device(model))
-    originals = dict(model.named_parameters())
+    originals = dict(model.named_parameters(remove_duplicate=False))  # tied ones by all their names
     for name, parameter in small.named_parameters():
         parameter.data = state[name]  # exact where a model mixes dtypes
         parameter.requires_grad_(originals[sources.get(name, name)].requires_grad)
@@ -371,6 +375,7 @@ def verify_smaller(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch
             error = _block_error(module, other, *calls[block]) if block in calls else 0.0
             message = f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
             require(error <= BLOCK_TOLERANCE, message)
+    check_usable(model, small, inputs)
 
 
 def _block_error(block: nn.Module, other: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

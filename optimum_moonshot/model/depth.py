@@ -17,15 +17,16 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, Text, reason, require
 from .calls import first_tensor, split_hidden
 from .compaction import build_smaller, verify_smaller
 from .layers import find_blocks, visited
@@ -36,7 +37,7 @@ from .structured_groups import probe_inputs
 Edit = dict[str, Any]  # field of a configuration → new value
 # Fields that are likely to count blocks, which are tried first, and lists with entries of another kind.
 _COUNTS = re.compile(r"layer|depth|block")
-_OTHER_LISTS = re.compile(r"token|_ids?$|architectures")
+_OTHER_LISTS = re.compile(r"token|_ids?$|architectures|limit")
 # The blocks whose outputs a backbone returns; None is the default, the last one.
 _OUTPUTS = re.compile(r"(^|\.)(out_features|out_indices)$")
 # Most integers that count the same blocks, and most fields of kinds that change together.
@@ -88,7 +89,7 @@ def remove_blocks(
     stacks, removed = _stacks(model, blocks)
     _check_weights(model)
     inputs = inputs or probe_inputs(model)
-    config = _Search(model).configuration(stacks)
+    config = BlockSearch(model).configuration(stacks)
     sources = {new: name for name in model.state_dict() if (new := _renamed(name, stacks)) is not None}
     small = build_smaller(model, config, _copies(model, sources), sources)
     originals = dict(find_blocks(model))
@@ -171,14 +172,45 @@ def _copies(model: nn.Module, sources: Mapping[str, str]) -> dict[str, Tensor]:
     return state
 
 
-class _Search:
+class BlockSearch:
     """The search of a configuration without some blocks."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.reason = model, ""
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        with torch.device("meta"):
-            self.base = type(model)(edited(model.config, {}))
+        try:
+            with torch.device("meta"):
+                self.base = type(model)(edited(model.config, {}))
+        except Exception as error:  # a model may refuse its configuration in any way
+            raise MoonshotError(f"{type(model).__name__} cannot be created anew ({reason(error)})") from error
+
+    @cached_property
+    def kinds(self) -> list[frozenset[int]]:
+        """The indices of blocks of the same kind, such as attention and recurrence; lists have kinds of their own."""
+        kinds: dict[int, tuple[_Stack, set[int]]] = {}  # by the index of their first block
+        names = [name for name, _ in find_blocks(self.model)]
+        blocks = [self.base.get_submodule(name) for name in names]
+        for index, name in enumerate(names):
+            parent = name.rpartition(".")[0]
+            for first, (stack, members) in kinds.items():
+                same = stack.name == parent
+                if same and _changed_kind(blocks[first], blocks[index], stack, index - first) is None:
+                    members.add(index)
+                    break
+            else:
+                size = len(list(self.base.get_submodule(parent).children()))
+                kinds[index] = _Stack(parent, size, tuple(range(size))), {index}
+        return [frozenset(members) for _, members in kinds.values()]
+
+    def refusal(self, blocks: Collection[int]) -> str | None:
+        """Why the model cannot lose some blocks, as far as it shows without weights; None if it can."""
+        try:
+            config = self.configuration(_stacks(self.model, blocks)[0])
+        except MoonshotError as error:
+            return str(error)
+        if _counts_tokens(config) or not _counts_tokens(self.model.config):
+            return None
+        return "no remaining block has a cache of keys and values, from whose length the position of a token follows"
 
     def configuration(self, stacks: Sequence[_Stack]) -> PreTrainedConfig:
         """The configuration of the remaining blocks, one list after the other.
@@ -203,9 +235,9 @@ class _Search:
                 trial, fits = self._trial(config, {**edit, **other}, stacks)
                 if trial is not None and fits:
                     return trial
-        reason = f" ({self.reason})" if self.reason else ""
+        why = f" ({self.reason})" if self.reason else ""
         kept = f"{len(stack.keep)} of {stack.size} blocks of {stack.name}"
-        message = f"{type(config).__name__} has no setting with these {kept}{reason}"
+        message = f"{type(config).__name__} has no setting with these {kept}{why}"
         raise MoonshotError(message, field="blocks", hint="remove other blocks")
 
     def _trial(
@@ -232,7 +264,7 @@ class _Search:
         for stack in stacks:
             blocks, others = (list(each.get_submodule(stack.name).children()) for each in (self.base, small))
             for new, old in enumerate(stack.keep):
-                change = _changed_kind(blocks[old], others[new], stack, new)
+                change = _changed_kind(blocks[old], others[new], stack, new - old)
                 if change is not None:
                     return f"block {old}: {change}"
         names = {name: _renamed(name, stacks) for name in self.shapes}
@@ -242,6 +274,15 @@ class _Search:
             if expected.get(name) != shapes.get(name):
                 return f"{name} would be {_shown(shapes.get(name))} instead of {_shown(expected.get(name))}"
         return None
+
+
+def _counts_tokens(config: PreTrainedConfig) -> bool:
+    """Whether the cache of a model knows how many tokens it has seen: those of recurrent blocks alone do not."""
+    try:
+        DynamicCache(config=config.get_text_config(decoder=True)).get_seq_length()
+    except Exception:  # of any type, in code of transformers; also a configuration without blocks of a decoder
+        return False
+    return True
 
 
 def _shown(shape: torch.Size | None) -> str:
@@ -297,8 +338,8 @@ def _are_indices(values: Sequence[Any], size: int) -> bool:
     return len(set(map(str, values))) == len(values) and all(type(each) is int and 0 <= each < size for each in values)
 
 
-def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, new: int) -> str | None:
-    """The first difference of a block on the meta device at its `new` index from before; None if equal.
+def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, shift: int) -> str | None:
+    """The first difference of a block on the meta device from one whose index differs by `shift`; None if equal.
 
     The index itself changes, and a list with an entry for each block. Modules that drop activations in training alone
     may differ: their rate often depends on the depth.
@@ -315,7 +356,7 @@ def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, new: int) -
         before, after = _attributes(module), _attributes(others[name])
         for key in before.keys() | after.keys():
             x, y = before.get(key), after.get(key)
-            index = type(x) is int and type(y) is int and y - x == new - stack.keep[new]
+            index = type(x) is int and type(y) is int and y - x == shift
             entries = isinstance(x, list | tuple) and len(x) == stack.size and [x[each] for each in stack.keep]
             if x != y and not index and y != entries:
                 return f"{name}.{key} would be {y!r} instead of {x!r}".removeprefix(".")

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..errors import MoonshotError, reason, require
+from ..errors import MoonshotError, check_path, reason, require
 
 _FILES = "_moonshot_files"  # attribute of accelerate's loader that holds its `SourceFiles`
 _HINT = "load the model again"
@@ -132,6 +132,7 @@ def _save_elsewhere(model: Any, save_directory: str | os.PathLike[str], *args: A
 
 def check_not_source(model: nn.Module, folder: str | os.PathLike[str], field: str) -> None:
     """Raise `MoonshotError` if offloaded weights of a model are read from a folder, the value of a field."""
+    check_path(field, folder)
     read = {each for files in source_files(model) for each in files.folders}
     message, hint = "the offloaded weights of the model are read from there", "give another folder"
     require(Path(folder).resolve() not in read, message, field=field, value=folder, hint=hint)

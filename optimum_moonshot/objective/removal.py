@@ -14,6 +14,7 @@ weights 1, the Gram matrix C and the gradients B; no update follows, since the g
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,12 @@ class Removal:
         if not (factors.a or factors.b):
             factors = factors._replace(notes=("its experts contribute nothing: the first ones are removed",))
         return cls(gram, gradients, norms, tokens, factors, at_one)
+
+    def among(self, experts: Tensor) -> Removal:
+        """The quadratic of some experts, int64 [e], while the others remain; in the same units."""
+        gradients = None if self.gradients is None else self.gradients[:, experts]
+        gram, norms, tokens = self.gram[experts][:, experts], self.norms[experts], self.tokens[experts]
+        return dataclasses.replace(self, gram=gram, gradients=gradients, norms=norms, tokens=tokens)
 
     @property
     def matrix(self) -> Tensor:

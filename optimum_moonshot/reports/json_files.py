@@ -19,6 +19,7 @@ _NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
 
 def save_json(values: Any, path: str | os.PathLike[str], name: str = "") -> Path:
     """Write JSON to a file, or to the file of that name in a folder; returns the path of the file."""
+    check_path("path", path)
     path = Path(path)
     path = path / name if path.is_dir() else path
     replace_file(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..calibration.statistic import NOT_FINITE
 from ..data.batches import Batch
 from ..errors import MoonshotError, Text, require
 from ..model.calls import frozen, model_device, run_model, to_device
@@ -38,6 +39,7 @@ from ..model.layers import find_blocks, visited
 from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.offload import RESIDENT
 from ..model.structured_groups import probe_inputs
+from ..objective.linalg import all_finite
 from .spaces import RESIDUAL, Folding, Space, find_spaces
 from .trace import Trace
 
@@ -224,6 +226,8 @@ def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None 
                 start, gradient, _ = loss_gradient(model, output, batch, loss)
                 torch.autograd.backward(start, gradient)
     require(bool(stream.moments), "there are no calibration data", field="samples")
+    finite = all(map(all_finite, (*stream.moments.values(), *stream.fisher.values())))
+    require(finite, "the residual stream, or its gradients, hold NaN or infinite values", hint=NOT_FINITE)
 
 
 def _mean(moments: Mapping[Folding, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
-from ..model.calls import close, evaluation_mode, model_device, run_model, to_device
+from ..model.calls import check_usable, close, evaluation_mode, model_device, run_model, to_device
 from ..model.compaction import build_smaller
 from ..model.model_info import edited, whole_numbers
 from .stream import Stream, gain_of, observe_stream
@@ -190,6 +190,7 @@ def _verify(stream: Stream, small: PreTrainedModel, hidden_size: int) -> None:
         result = _result(small, inputs)
     message = f"the smaller {type(model).__name__} does not compute what the model does without the directions"
     require(close(result, expected), f"{message}: nothing changed", field="hidden_size")
+    check_usable(model, small, inputs)
 
 
 def _result(model: PreTrainedModel, inputs: Batch) -> Tensor:

@@ -16,7 +16,8 @@ The baseline is ShortGPT's block influence (Men et al., arXiv 2403.03853): 1 - t
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import accumulate
@@ -78,12 +79,13 @@ class BlockScores:
         keep[list(blocks)] = False
         return self.removal(lam).losses(keep)[0].total
 
-    def select(self, count: int, lam: float = 0.0) -> tuple[int, ...]:
+    def select(self, count: int, lam: float = 0.0, stay: Collection[int] = ()) -> tuple[int, ...]:
         """The set of blocks with the least predicted loss: of all sets, or by a local search if these are many.
 
         Args:
             count: the number of blocks to remove.
             lam: as for `predict`.
+            stay: blocks that are not removed.
 
         Returns:
             Ascending indices.
@@ -91,10 +93,42 @@ class BlockScores:
         Raises:
             MoonshotError: a number of blocks that the model cannot lose.
         """
-        most = len(self.names) - 1
+        most = len(self.names) - max(1, len(stay))
         require(1 <= count <= most, f"the model can lose 1 to {most} blocks", field="count", value=count)
-        keep = best_subset(self.removal(lam), Experts(count / len(self.names)), EXACT)
-        return tuple((~keep).nonzero().flatten().tolist())
+        may = torch.tensor([block for block in range(len(self.names)) if block not in stay])
+        keep = best_subset(self.removal(lam).among(may), Experts(count / len(may)), EXACT)
+        return tuple(may[~keep].tolist())
+
+    def select_allowed(
+        self, count: int, lam: float, kinds: Collection[Collection[int]], allowed: Callable[[tuple[int, ...]], bool]
+    ) -> tuple[int, ...] | None:
+        """As `select`, of the sets that a model can lose; None if no such set is found.
+
+        Where it cannot lose a set, one block at least stays of a kind of which the set has all.
+
+        Args:
+            count: the number of blocks to remove.
+            lam: as for `predict`.
+            kinds: the blocks of each kind.
+            allowed: whether the model can lose a set.
+        """
+        queue, seen = list[tuple[float, tuple[int, ...], frozenset[int]]](), set[frozenset[int]]()
+
+        def add(stay: frozenset[int]) -> None:
+            if stay not in seen and count <= len(self.names) - max(1, len(stay)):
+                blocks = self.select(count, lam, stay)
+                heapq.heappush(queue, (self.predict(blocks, lam), blocks, stay))
+            seen.add(stay)
+
+        add(frozenset())
+        while queue:
+            _, blocks, stay = heapq.heappop(queue)  # of least loss, which grows with the blocks that stay
+            if allowed(blocks):
+                return blocks
+            for kind in kinds:
+                for block in kind if set(kind) <= set(blocks) else ():
+                    add(stay | {block})
+        return None
 
 
 def score_blocks(prepared: Prepared) -> BlockScores:

@@ -99,6 +99,7 @@ def measure_tables(
         sets = block_sets(trials, len(by_block))
     except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
         sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
+    refused |= trials.refused
     parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
     return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds)
 
@@ -148,10 +149,9 @@ def decision_of(
 
 
 def without_set(tables: Tables, blocks: tuple[int, ...], reason: str) -> Tables:
-    """The tables without sets of blocks from one on that the architecture does not allow."""
-    sets = tables.sets.within(tables.sets.sets.index(blocks))
+    """The tables without a set of blocks that the architecture does not allow."""
     name = f"{BLOCKS} {', '.join(map(str, blocks))}"
-    return dataclasses.replace(tables, sets=sets, refused={**tables.refused, name: reason})
+    return dataclasses.replace(tables, sets=tables.sets.without(blocks), refused={**tables.refused, name: reason})
 
 
 def alternatives(program: Program, budget: float) -> list[Candidate]:

@@ -46,7 +46,7 @@ class Measured(Protocol):
         """A context in which some blocks return their input."""
 
     def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
-        """Sets of so many blocks whose loss is to be measured."""
+        """Sets of so many blocks whose loss is to be measured; none if the model cannot lose as many."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,15 @@ class WidthLosses:
 
 @dataclass(frozen=True)
 class BlockSets:
-    """One set of 0, 1, 2, … blocks, with the loss without each."""
+    """One set of 0, 1, 2, … blocks, as far as the model can lose so many, with the loss without each."""
 
     sets: tuple[tuple[int, ...], ...]
     losses: tuple[float, ...]
 
-    def within(self, count: int) -> "BlockSets":
-        """The first `count` sets."""
-        return BlockSets(self.sets[:count], self.losses[:count])
+    def without(self, blocks: tuple[int, ...]) -> "BlockSets":
+        """The other sets."""
+        pairs = [pair for pair in zip(self.sets, self.losses, strict=True) if pair[0] != blocks]
+        return BlockSets(*map(tuple, zip(*pairs, strict=True)))
 
 
 def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[PrunableLayer]]) -> WidthLosses:
@@ -139,6 +140,8 @@ def block_sets(measured: Measured, count: int) -> BlockSets:
     dense, sets, losses = measured.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
     for size in range(1, int(MOST_BLOCKS * count) + 1):
         tried = {blocks: _without(measured, blocks) - dense for blocks in measured.candidates(size)}
+        if not tried:
+            continue
         best = min(tried, key=lambda blocks: tried[blocks])
         sets.append(best)
         losses.append(max(tried[best], losses[-1]))

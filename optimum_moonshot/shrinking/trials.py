@@ -1,6 +1,7 @@
 """The measurements of a dense model in parts: the protocol `losses.Measured` on calibration data."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,11 +9,14 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
+from ..calibration.statistic import NOT_FINITE
 from ..config import MoonshotConfig
 from ..data.batches import sample_count, spread_samples
+from ..errors import require
 from ..model.calls import evaluation_mode
-from ..model.depth import skipping
+from ..model.depth import BlockSearch, skipping
 from ..model.layers import PrunableLayer, find_blocks, find_structure
 from ..pipeline.calibration_loss import mean_loss
 from ..pipeline.inputs import Prepared
@@ -20,6 +24,7 @@ from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
 from ..results.run_folder import MEASURED, Parts, RunFolder
 from .blocks import BlockScores, score_blocks
+from .losses import BLOCKS
 from .widths import TRIALS, Width, trial_levels
 
 # Samples on which losses are measured, spread over the calibration data.
@@ -72,6 +77,7 @@ class Trials:
         data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
         self.measuring = dataclasses.replace(self.prepared, data=data)
         self.blocks = [module for _, module in find_blocks(prepared.model)]
+        self.refused = dict[str, str]()  # numbers of blocks that cannot leave, with the reason
         self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
         self.folder = None if folder is None else Path(folder)
         parts = run_parts(prepared, prepared.selection)
@@ -82,7 +88,10 @@ class Trials:
         def measure() -> float:
             change = nullcontext() if changed is None else changed()
             with change, torch.no_grad(), evaluation_mode(self.prepared.model):
-                return mean_loss(self.measuring)
+                loss = mean_loss(self.measuring)
+            measured = "dense model" if changed is None else f"model, {key},"
+            require(math.isfinite(loss), f"the calibration loss of the {measured} is {loss}", hint=NOT_FINITE)
+            return loss
 
         return self.measurements.keep(key, measure)
 
@@ -98,7 +107,24 @@ class Trials:
         return skipping(self.blocks[block] for block in blocks)
 
     def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
-        return list(dict.fromkeys(self._scores.select(count, lam) for lam in (0.0, 1.0)))
+        scores, search = self._scores, self._search
+        refusals = dict[tuple[int, ...], str | None]()
+
+        def allowed(blocks: tuple[int, ...]) -> bool:
+            # Blocks of one kind differ in their index alone: the configuration without the chosen set tells.
+            if blocks not in refusals:
+                refusals[blocks] = search.refusal(blocks) if len(search.kinds) > 1 else None
+            return refusals[blocks] is None
+
+        found = [scores.select_allowed(count, lam, search.kinds, allowed) for lam in (0.0, 1.0)]
+        if found == [None, None]:
+            self.refused[f"{count} {BLOCKS}"] = next(filter(None, refusals.values()))
+        return list(dict.fromkeys(blocks for blocks in found if blocks is not None))
+
+    @cached_property
+    def _search(self) -> BlockSearch:
+        assert isinstance(self.prepared.model, PreTrainedModel)
+        return BlockSearch(self.prepared.model)
 
     @cached_property
     def _scores(self) -> BlockScores:

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 from command_line import DEMO, failure
-from invalid_inputs import config
+from invalid_inputs import BATCHES, config
 from models import make
 
-from optimum_moonshot import MoonshotError, MoonshotPruner
+from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport, convert
+from optimum_moonshot.evaluation.report import EvalReport
+from optimum_moonshot.evaluation.zeroshot import ZeroShot
 
 
 def changed(name, content):
@@ -113,3 +115,27 @@ def test_output_folders(tmp_path, pruned, directory, words):
         pruned.save_pretrained(place)
     assert str(error.value).startswith("directory=")
     assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
+CALLS = {
+    "prune": lambda pruner, folder: pruner.prune(BATCHES, progress=False, resume_dir=folder),
+    "rotate": lambda pruner, folder: pruner.rotate(BATCHES, progress=False, resume_dir=folder),
+    "shrink": lambda pruner, folder: pruner.shrink(BATCHES, parameters=0.5, progress=False, resume_dir=folder),
+    "plan": lambda pruner, folder: pruner.plan(BATCHES, resume_dir=folder),
+    "sweep": lambda pruner, folder: pruner.sweep(BATCHES, progress=False, work_dir=folder),
+    "prune_path": lambda pruner, folder: pruner.prune_path(BATCHES, [0.5], progress=False, work_dir=folder),
+    "PruneReport.load": lambda pruner, folder: PruneReport.load(folder),
+    "ZeroShot.load": lambda pruner, folder: ZeroShot.load(folder),
+    "EvalReport.load": lambda pruner, folder: EvalReport.load(folder),
+    "convert": lambda pruner, folder: convert(DEMO, folder, "packed"),
+}
+
+
+@pytest.mark.parametrize("folder", ["", 5, False, b"x", "a\0b"])
+@pytest.mark.parametrize("call", CALLS)
+def test_folders_of_runs(tmp_path, monkeypatch, call, folder):
+    """In every call: the current folder is not used for an empty path, and another type is no TypeError."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MoonshotError, match=rf"^\w+={re.escape(repr(folder))}: give a path$"):
+        CALLS[call](MoonshotPruner(make("llama"), config()), folder)
+    assert not list(tmp_path.iterdir())

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import transformers as hf
+from marks import slow
 from models import CAUSAL, EDGE, GROUPED, TEXT, image_batches, make, spread, token_batches
 from offloaded_models import offloaded
 
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.model import depth
-from optimum_moonshot.model.depth import remove_blocks, skipping
+from optimum_moonshot.model.depth import BlockSearch, remove_blocks, skipping
 from optimum_moonshot.model.layers import find_blocks
 
 REMOVABLE = [*CAUSAL, "bert", "roberta", "vit", "deit"]
@@ -227,3 +228,56 @@ def test_a_smaller_model_with_other_outputs_is_refused(monkeypatch):
     monkeypatch.setattr(depth, "_copies", wrong)
     with pytest.raises(MoonshotError, match="differs"):
         remove_blocks(make("llama"), [1])
+
+
+HYBRID = {**GROUPED, "hidden_size": 32, "num_hidden_layers": 4}
+RECURRENT = dict(mamba_d_state=8, mamba_d_head=16, mamba_n_heads=4, mamba_n_groups=1, mamba_chunk_size=16)
+HYBRIDS = {  # the last block alone has attention
+    "jamba": lambda: hf.JambaForCausalLM(
+        hf.JambaConfig(
+            **HYBRID, attn_layer_period=4, attn_layer_offset=3, expert_layer_period=2, expert_layer_offset=1,
+            num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False,
+        )  # fmt: skip
+    ),
+    "bamba": lambda: hf.BambaForCausalLM(hf.BambaConfig(**HYBRID, **RECURRENT, attn_layer_indices=[3])),
+    "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**HYBRID, layer_types=["conv"] * 3 + ["full_attention"])),
+    "qwen3_next": lambda: hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(
+            **HYBRID, layer_types=["linear_attention"] * 3 + ["full_attention"], head_dim=8, linear_key_head_dim=8,
+            linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=0,
+        )  # fmt: skip
+    ),
+}  # fmt: skip
+
+
+def hybrid(name):
+    torch.manual_seed(0)
+    return HYBRIDS[name]().eval()
+
+
+@pytest.mark.parametrize("name", ["jamba", slow("bamba"), "lfm2", slow("qwen3_next")])
+def test_the_last_attention_of_a_hybrid_stays(name):
+    """Without it the cache does not know how many tokens it has, and every call with the cache fails."""
+    model, ids = hybrid(name), token_batches()[0]["input_ids"]
+    with pytest.raises(MoonshotError, match="cannot be called with its cache"):
+        remove_blocks(model, [2, 3])
+    search = BlockSearch(model)
+    assert frozenset({3}) in search.kinds and sorted(block for kind in search.kinds for block in kind) == [0, 1, 2, 3]
+    assert "keys and values" in search.refusal([3]) and search.refusal([0]) is None
+    small, _ = remove_blocks(model, [0, 1])
+    assert small.generate(ids, max_new_tokens=4, min_new_tokens=4).shape[1] == ids.shape[1] + 4
+
+
+def test_a_dense_model_without_a_cache_of_keys_may_lose_blocks_all_the_same():
+    torch.manual_seed(0)
+    config = hf.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=3, state_size=4, **EDGE)
+    model = hf.MambaForCausalLM(config).eval()
+    assert BlockSearch(model).refusal([0]) is None and BlockSearch(model).kinds == [frozenset({0, 1, 2})]
+    assert remove_blocks(model, [0])[1].parameters[1] < model.num_parameters()
+
+
+def test_a_model_that_transformers_cannot_create_is_refused():
+    torch.manual_seed(0)
+    config = hf.RwkvConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, context_length=64, **EDGE)
+    with pytest.raises(MoonshotError, match="RwkvForCausalLM of this size cannot be created .division by zero"):
+        remove_blocks(hf.RwkvForCausalLM(config).eval(), [1])

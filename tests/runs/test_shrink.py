@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from llama_runs import assert_same, weights
 from marks import slow
-from models import make, token_batches
+from models import GROUPED, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.commands.moonshot import MoonshotCommand
@@ -260,6 +260,30 @@ def test_a_set_of_blocks_that_the_architecture_does_not_allow_is_avoided_with_th
     _, allowed = shrunk(parameters=0.65)
     if allowed.blocks:
         assert "no such configuration" in "".join(report.refused.values())
+
+
+def lfm2():
+    """A hybrid whose only attention, in the last block, changes nothing: its removal would lose the least."""
+    torch.manual_seed(0)
+    kinds = ["conv"] * 3 + ["full_attention"]
+    config = hf.Lfm2Config(**{**GROUPED, "hidden_size": 32, "num_hidden_layers": 4}, layer_types=kinds)
+    model = spread(hf.Lfm2ForCausalLM(config))
+    for module in (model.model.layers[3].self_attn.out_proj, model.model.layers[3].feed_forward.w2):
+        torch.nn.init.zeros_(module.weight)
+    return model
+
+
+def test_the_only_attention_of_a_hybrid_stays_and_a_reachable_target_is_reached():
+    model = lfm2()
+    config = dataclasses.replace(CONFIG, targets=[r"layers\.1\."])  # one width for all blocks, so that all stay
+    with pytest.raises(MoonshotError, match="the smallest configuration has") as caught:
+        shrunk(model=model, config=config, parameters=0.01)
+    least = int(str(caught.value).split(" has ")[1].split(" ")[0].replace(",", ""))
+    pruner, report = shrunk(model=model, config=config, parameters=least)
+    assert len(report.blocks) == 2 and 3 not in report.blocks and not report.widths
+    assert pruner.model.num_parameters() == least
+    ids = BATCHES[0]["input_ids"]
+    assert pruner.model.generate(ids, max_new_tokens=3, min_new_tokens=3).shape[1] == ids.shape[1] + 3
 
 
 def test_the_report_is_a_table_and_json():

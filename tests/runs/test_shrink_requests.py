@@ -90,3 +90,29 @@ def test_an_offloaded_model(not_measured, tmp_path):
     pruner = MoonshotPruner.from_pretrained(tmp_path, CONFIG, offload="disk")
     with pytest.raises(MoonshotError, match="model: its blocks are offloaded; load it without offload"):
         pruner.shrink(BATCHES, parameters=0.5, progress=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_a_loss_that_is_not_finite(value):
+    """Of a model that returns NaN or infinity, or with gradients whose squares overflow."""
+    model = make("llama")
+    model.lm_head.weight.data[3] = value
+    with pytest.raises(
+        MoonshotError, match=r"NaN or infinite|the calibration loss of the dense model is (nan|inf); ch"
+    ):
+        MoonshotPruner(model, CONFIG).shrink(BATCHES, parameters=0.7, progress=False)
+
+
+def test_a_loss_that_is_not_finite_without_some_parts(monkeypatch):
+    """The dense model works, but not the one without a number of neurons, as where float16 overflows."""
+    mean_loss, measured = trials.mean_loss, []
+
+    def fails_later(prepared):
+        measured.append(mean_loss(prepared))
+        return measured[0] if len(measured) == 1 else float("nan")
+
+    monkeypatch.setattr(trials, "mean_loss", fails_later)
+    with pytest.raises(
+        MoonshotError, match="the calibration loss of the model, heads without 1, is nan; check the mod"
+    ):
+        MoonshotPruner(make("llama"), CONFIG).shrink(BATCHES, parameters=0.7, progress=False)

@@ -227,3 +227,19 @@ def test_measured_losses_of_an_offloaded_model(tmp_path):
     losses, expected = losses_of(offloaded(tmp_path).model, token_batches()), losses_of(model, token_batches())
     assert torch.allclose(losses.losses, expected.losses, atol=1e-5)
     assert losses.predict([0, 1]) == pytest.approx(expected.predict([0, 1]), abs=1e-5)
+
+
+@pytest.mark.parametrize("lam", [0.0, 1.0])
+@pytest.mark.parametrize("kinds", [({0, 1}, {2, 3, 4, 5}), ({0}, {1, 2}, {3, 4, 5}), ({1, 4}, {3}, {0, 2, 5})])
+def test_the_best_set_that_leaves_a_block_of_every_kind(kinds, lam):
+    scores = random_scores(6)
+
+    def allowed(blocks):
+        return not any(kind <= set(blocks) for kind in kinds)
+
+    for count in range(1, 6):
+        sets = [blocks for blocks in combinations(range(6), count) if allowed(blocks)]
+        best = min(sets, key=lambda blocks: scores.predict(blocks, lam), default=None)
+        assert scores.select_allowed(count, lam, kinds, allowed) == best
+    assert scores.select_allowed(2, lam, kinds, lambda blocks: True) == scores.select(2, lam)
+    assert 0 not in scores.select(3, lam, stay=[0])
