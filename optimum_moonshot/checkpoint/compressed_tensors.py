@@ -145,7 +145,9 @@ def _weights(model: nn.Module, shapes: Shapes, grids: Mapping[str, Grid]) -> dic
             continue
         if parameter not in grids:
             reason = "it is not quantized"
-        elif expert and not (target and target.keeps_rows and len(shape) == 2 and stored.endswith(_WEIGHT)):
+        elif expert and not (
+            len(shape) == 2 and stored.endswith(_WEIGHT) and target and target.keeps_rows(model, shape)
+        ):
             reason = "its experts are not stored as linear layers"
         elif not expert and not isinstance(module, nn.Linear):
             reason = f"it is no Linear: {type(module).__name__}"

@@ -86,6 +86,7 @@ class Packer:
     def __init__(self, model: nn.Module):
         self.model, self.layers = model, pruned_layers(model)
         self.packed = 0  # number of weights
+        self.kept_rows: dict[Any, bool] = {}  # pattern and shape of merged weights → `Target.keeps_rows`
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Layers]:
         """Pack the pruned weights among the tensors of a file, in place, and return an entry for each."""
@@ -94,10 +95,7 @@ class Packer:
         entries: Layers = {}
         for name in stored:
             tensor = tensors[name]
-            if name in merged:
-                layer = _of_expert(self.layers.get(merged[name].weight), merged[name], tensor)
-            else:
-                layer = self.layers.get(names.get(name, ""))
+            layer = self._of_expert(merged[name], tensor) if name in merged else self.layers.get(names.get(name, ""))
             if layer is None or layer.shape != tuple(tensor.shape) or layer.stored_bytes(tensor) == tensor.nbytes:
                 continue
             del tensors[name]
@@ -107,21 +105,26 @@ class Packer:
         self.packed += len(entries)
         return tensors, entries
 
+    def _of_expert(self, merged: Target, tensor: Tensor) -> PackedLayer | None:
+        """The entry of a stored weight that is merged into a fused parameter; None if that is not pruned."""
+        fused = self.layers.get(merged.weight)
+        if fused is None or tensor.ndim < 2:
+            return None
+        key = merged.pattern, tuple(tensor.shape)
+        if key not in self.kept_rows:
+            self.kept_rows[key] = merged.keeps_rows(self.model, tensor.shape)
+        alone = replace(fused, shape=tuple(tensor.shape), stacked=fused.stacked and tensor.ndim == 3)
+        fits = self.kept_rows[key] and (alone.nm is None or alone.nm.fits(alone.matrix))
+        alone = alone if fits else replace(alone, pattern=Unstructured.kind)
+        # Groups of a grid are those of rows.
+        return (
+            alone if self.kept_rows[key] else replace(alone, format=PackedLayer.format, transposed=False, stacked=False)
+        )
+
     def check(self) -> None:
         """Raise `MoonshotError` if nothing was packed."""
         hint = Text("use {}", Option("format", "dense"))
         require(self.packed > 0, "packing makes no layer smaller", field="format", value="packed", hint=hint)
-
-
-def _of_expert(fused: PackedLayer | None, merged: Target, tensor: Tensor) -> PackedLayer | None:
-    """The entry of a stored weight that is a part of a fused parameter; None if that is not pruned."""
-    if fused is None or tensor.ndim < 2:
-        return None
-    alone = replace(fused, shape=tuple(tensor.shape), transposed=False, stacked=False)
-    if not merged.keeps_rows:  # its groups are not those of the parameter
-        alone = replace(alone, format=PackedLayer.format)
-    fits = alone.nm is None or (merged.keeps_rows and alone.nm.fits(alone.matrix))
-    return alone if fits else replace(alone, pattern=Unstructured.kind)
 
 
 def pack_files(source: Path, target: Path, model: nn.Module) -> None:

@@ -5,17 +5,19 @@ the functions below, `model` is a `PreTrainedModel`, possibly on the meta device
 a dense checkpoint.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..packing import suffixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_STACKING = {"MergeModulelist", "Concatenate"}
 
 
 class Target(NamedTuple):
@@ -25,10 +27,49 @@ class Target(NamedTuple):
     pattern: str | None  # of the weights that are merged, such as all experts' `w1`; None: it is only renamed
     converter: Any  # transformers' `WeightConverter`, where it is merged or split
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether rows of the stored weight are rows of the parameter; False for unknown operations."""
-        return {type(step).__name__ for step in self.converter.operations} <= _STACKING
+    def merged(self, shape: Sequence[int], config: Any, stored: Iterable[tuple[str | None, Tensor]]) -> Tensor:
+        """What the converter makes of stored weights.
+
+        Args:
+            shape: of the parameter, with which some operations compare.
+            config: of the model.
+            stored: the weights with their patterns, in the order of their names.
+        """
+        model = SimpleNamespace(get_parameter=lambda _: torch.empty(tuple(shape), device="meta"), config=config)
+        converter = deepcopy(self.converter)
+        for number, (pattern, tensor) in enumerate(stored):
+            converter.add_tensor(self.weight, str(number), pattern, tensor)
+        parameter: Tensor = converter.convert(self.weight, model=model, config=config)[self.weight]
+        return parameter
+
+    def row_order(
+        self, shape: Sequence[int], config: Any, stored: Sequence[tuple[str | None, Sequence[int]]]
+    ) -> Tensor | None:
+        """The number of the stored row that each row of the parameter is; None if its rows are others.
+
+        The converter is applied to rows of four columns, 4r to 4r + 3 in row r: two would hide exchanged columns.
+
+        Args:
+            shape: as for `merged`.
+            config: as for `merged`.
+            stored: the pattern and the shape of every weight, in the order of their names.
+        """
+        sizes = [prod(each[:-1]) for _, each in stored]
+        numbers = torch.arange(4 * sum(sizes), device="cpu").view(-1, 4)
+        rows = zip(stored, numbers.split(sizes), strict=True)
+        narrow = [(pattern, part.view(*each[:-1], 4)) for (pattern, each), part in rows]
+        merged = self.merged((*shape[:-1], 4), config, narrow).flatten(0, -2)
+        order = merged[:, 0] // 4
+        return order if torch.equal(merged, numbers[order]) else None
+
+    def keeps_rows(self, model: Any, shape: Sequence[int]) -> bool:
+        """Whether rows of stored weights of this shape, and of those merged with them, are rows of the parameter."""
+        parameter, patterns = model.get_parameter(self.weight).shape, self.converter.source_patterns
+        count, rest = divmod(parameter.numel(), prod(shape) * len(patterns))  # weights of every pattern
+        if not count or rest or shape[-1] != parameter[-1]:
+            return False
+        stored = [(pattern, shape) for pattern in patterns for _ in range(count)]
+        return self.row_order(parameter, model.config, stored) is not None
 
 
 def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
@@ -42,10 +83,14 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def merged_weights(model: nn.Module, stored: Iterable[str]) -> dict[str, Target]:
-    """The stored weights of single experts, which transformers merges into fused parameters."""
+    """The stored weights that transformers merges into one fused parameter, such as those of single experts."""
     fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     targets = _targets(model, stored, model.state_dict())
-    return {name: target for name, target in targets if target.pattern is not None and target.weight in fused}
+    return {
+        name: target
+        for name, target in targets
+        if target.pattern is not None and target.weight in fused and len(target.converter.target_patterns) == 1
+    }
 
 
 def _targets(model: nn.Module, stored: Iterable[str], state: dict[str, Any]) -> Iterator[tuple[str, Target]]:

@@ -6,8 +6,7 @@ these for the weight. So the tensors of a parameter are renamed to numbers, whic
 unpacks them and then applies the model's own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -215,14 +214,14 @@ class _Fuse(ConversionOps):
         tensors: Tensors = {name: parts[0] for name, parts in input_dict.items()}
         layers = self.experts.layers
         names = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
-        order = sorted(names, key=dot_natural_key)
+        order, config = sorted(names, key=dot_natural_key), kwargs["config"]
         if target not in self.stacked:
-            return {target: self._dense(target, order, tensors, kwargs)}
+            return {target: self._dense(self.dtypes[target], model.get_parameter(target).shape, config, order, tensors)}
         parameter = self.stacked[target]
         path, _, key = parameter.rpartition(".")
         mixture = model.get_submodule(path)
         codec, shape = mixture.packed[key]
-        matrices = list(self._packed(parameter, order, tensors, mixture.is_transposed, kwargs))
+        matrices = list(self._packed(mixture, key, self.dtypes[target], config, order, tensors))
         stored = sum(each.shape[0] for each in matrices), *{each.shape[1] for each in matrices}
         require(stored == shape, f"{parameter}: its experts are saved as {stored}, config.json says {shape}")
         parts = codec.stack([matrix.parts for matrix in matrices], [matrix.shape for matrix in matrices])
@@ -232,82 +231,86 @@ class _Fuse(ConversionOps):
             for suffix, name in codec.names(key).items()
         }
 
-    def _dense(self, parameter: str, order: list[str], tensors: Tensors, options: dict[str, Any]) -> Tensor:
+    def _dense(
+        self, dtype: torch.dtype, shape: Sequence[int], config: Any, order: list[str], tensors: Tensors
+    ) -> Tensor:
+        """The parameter of a shape, by the model's own converter if it has one."""
         layers, merged = self.experts.layers, self.experts.merged
         weights: Tensors = {}
         for name in order:
             with naming(name):
                 weight = layers[name].unpack(name, tensors) if name in layers else tensors[name]
-            weights[name] = weight.to(self.dtypes[self.targets.get(parameter, parameter)])
+            weights[name] = weight.to(dtype)
             if name not in merged:
                 return weights[name]
-        return self._merged(parameter, weights, options)
-
-    def _merged(self, parameter: str, weights: Tensors, options: dict[str, Any]) -> Tensor:
-        """The fused parameter by the model's own converter, of weights in the order of their names."""
-        merged = self.experts.merged
-        converter = deepcopy(merged[next(iter(weights))].converter)
-        for name, weight in weights.items():
-            converter.add_tensor(parameter, name, merged[name].pattern, weight)
-        fused: Tensor = converter.convert(parameter, model=options["model"], config=options["config"])[parameter]
-        return fused
+        stored = [(merged[name].pattern, weight) for name, weight in weights.items()]
+        return merged[order[0]].merged(shape, config, stored)
 
     def _packed(
-        self, parameter: str, order: list[str], tensors: Tensors, transposed: bool, options: dict[str, Any]
+        self, mixture: Any, key: str, dtype: torch.dtype, config: Any, order: list[str], tensors: Tensors
     ) -> Iterator[_Packed]:
         """The packed matrices whose rows, in this order, are those of all experts; at most one is dense at a time.
 
-        Weights that the model's converter transposes are all dense at once.
+        Weights whose rows the model's converter does not keep are all dense at once.
         """
-        layers = self.experts.layers
+        layers, merged, transposed = self.experts.layers, self.experts.merged, mixture.is_transposed
         codec = next(layers[name].codec for name in order if name in layers)
-        rows = None if transposed else self._row_order(parameter, order, tensors, options)
-        if rows is not None:
-            for name in rows:
+        shapes = {name: layers[name].shape if name in layers else tuple(tensors[name].shape) for name in order}
+        converter, shape, rows = merged.get(order[0]), mixture.origin.get_parameter(key).shape, None
+        if converter is not None and not transposed:
+            rows = converter.row_order(shape, config, [(merged[name].pattern, shapes[name]) for name in order])
+        if len(order) == 1 and len(shapes[order[0]]) == 3 and (converter is None or _inside(rows, shapes[order[0]])):
+            with naming(order[0]):
+                yield from _repacked(order[0], layers[order[0]], tensors, transposed, rows)
+        elif blocks := _blocks(rows, shapes):
+            for name in blocks:
                 with naming(name):
                     if name in layers:
                         yield _Packed(layers[name].checked(name, tensors), layers[name].matrix)
                     else:
                         yield _packed(codec, tensors[name])
-        elif len(order) == 1:
-            with naming(order[0]):
-                yield from _repacked(order[0], layers[order[0]], tensors, transposed)
         else:
-            for matrix in self._dense(parameter, order, tensors, options):
+            for matrix in self._dense(dtype, shape, config, order, tensors):
                 yield _packed(codec, matrix.T if transposed else matrix)
 
-    def _row_order(
-        self, parameter: str, order: list[str], tensors: Tensors, options: dict[str, Any]
-    ) -> list[str] | None:
-        """The stored weights in the order of their rows in the parameter; None if its rows are not theirs.
 
-        The model's own converter is applied to the numbers of the rows.
-        """
-        layers, merged = self.experts.layers, self.experts.merged
-        if not all(name in merged and merged[name].keeps_rows for name in order):
-            return None
-        shapes = {name: layers[name].shape if name in layers else tensors[name].shape for name in order}
-        sizes = [shapes[name][0] for name in order]
-        numbers = torch.arange(sum(sizes), device="cpu").split(sizes)
-        columns = {name: rows[:, None] for name, rows in zip(order, numbers, strict=True)}
-        fused = self._merged(parameter, columns, options).flatten()
-        starts = torch.stack([rows[0] for rows in numbers])
-        owners = (torch.searchsorted(starts, fused, right=True) - 1).unique_consecutive().tolist()
-        whole = torch.equal(torch.cat([numbers[owner] for owner in owners]), fused)
-        return [order[owner] for owner in owners] if whole else None
+def _blocks(rows: Tensor | None, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The stored matrices that are, one below another, the rows of a parameter, if these are of whole matrices."""
+    if rows is None or any(len(shape) != 2 for shape in shapes.values()):
+        return []
+    numbers = torch.arange(len(rows), device="cpu").split([shape[0] for shape in shapes.values()])
+    starts = torch.stack([part[0] for part in numbers])
+    owners = (torch.searchsorted(starts, rows, right=True) - 1).unique_consecutive().tolist()
+    whole = torch.equal(torch.cat([numbers[owner] for owner in owners]), rows)
+    return [[*shapes][owner] for owner in owners] if whole else []
 
 
-def _repacked(name: str, layer: PackedLayer, tensors: Tensors, transposed: bool) -> Iterator[_Packed]:
-    """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`."""
-    codec, matrix = layer.codec, layer.matrix
+def _inside(rows: Tensor | None, shape: tuple[int, ...]) -> bool:
+    """Whether the rows of every expert are those of one stored expert of `shape`, in any order."""
+    owners = None if rows is None else rows.view(shape[:2]) // shape[1]
+    return owners is not None and bool((owners == owners[:, :1]).all())
+
+
+def _repacked(
+    name: str, layer: PackedLayer, tensors: Tensors, transposed: bool, rows: Tensor | None
+) -> Iterator[_Packed]:
+    """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`.
+
+    `rows` has the stored row of each of their rows, if a converter moves them within their expert.
+    """
+    codec, matrix, (experts, size, _) = layer.codec, layer.matrix, layer.shape
     parts = layer.checked(name, tensors)
-    if layer.stacked:
+    moved = rows is not None and not torch.equal(rows, torch.arange(len(rows), device="cpu"))
+    if layer.stacked and not moved:
         yield _Packed(parts, matrix)
         return
-    plan = codec.plan(parts, matrix)
-    for expert in range(matrix[0]):
-        row, planned = codec.rows(parts, matrix, expert, expert + 1, plan)
-        dense = codec.unpack(row, (1, matrix[1]), planned).view(layer.shape[1:])
+    plan, count = codec.plan(parts, matrix), matrix[0] // experts
+    for expert in range(experts):
+        order = None if rows is None else rows[expert * size : (expert + 1) * size]
+        stored = expert if order is None else int(order[0]) // size
+        part, planned = codec.rows(parts, matrix, stored * count, (stored + 1) * count, plan)
+        dense = codec.unpack(part, (count, matrix[1]), planned).view(layer.shape[1:])
+        dense = dense if order is None else dense[order - stored * size]
         yield _packed(codec, dense.T if transposed else dense, layer.nm)
 
 

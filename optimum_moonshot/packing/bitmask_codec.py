@@ -101,8 +101,7 @@ class Bitmask(Codec):
         shape: tuple[int, int],
         plan: ProductPlan | None = None,
     ) -> Tensor:
-        differentiable = torch.is_grad_enabled() and inputs.requires_grad
-        if differentiable or torch.is_autocast_enabled(inputs.device.type):
+        if torch.is_autocast_enabled(inputs.device.type):
             return super().grouped(inputs, counts, parts, shape, plan)
         return grouped_product(inputs, counts, *self._parts(parts), None if plan is None else plan.offsets)
 

@@ -1,7 +1,7 @@
 """The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
 
 ``moonshot::packed_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. ``moonshot::packed_grouped``
-is the same for groups of inputs, each with a matrix of a stack, without bias and gradients. The compiled library
+is the same for groups of inputs, each with a matrix of a stack, without bias. The compiled library
 multiplies directly with the packed W. For gradients, and where torch is faster, tiles of W are unpacked into a buffer
 that fits the CPU's cache, so that no dense copy of W is written to memory.
 """
@@ -23,8 +23,8 @@ _library = torch.library.Library("moonshot", "DEF")
 _library.define(f"packed_linear(Tensor inputs, {_MATRIX}, Tensor? bias, int window) -> Tensor")
 _library.define(f"packed_product(Tensor inputs, {_MATRIX}, Tensor? bias, int window) -> Tensor")
 _library.define(f"packed_transposed(Tensor outputs, {_MATRIX}, int d_in, int window) -> Tensor")
-
 _library.define(f"packed_grouped(Tensor inputs, Tensor counts, {_MATRIX}) -> Tensor")
+_library.define(f"packed_grouped_transposed(Tensor outputs, Tensor counts, {_MATRIX}, int d_in) -> Tensor")
 
 
 def packed_linear(
@@ -43,7 +43,7 @@ def packed_linear(
 
 
 def grouped_product(inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None) -> Tensor:
-    """The products [rows, d_out] of groups of inputs, without gradients; arguments as for `Codec.grouped`."""
+    """The products [rows, d_out] of groups of inputs; arguments as for `Codec.grouped`."""
     result: Tensor = torch.ops.moonshot.packed_grouped.default(inputs, counts, values, meta, offsets)
     return result
 
@@ -150,6 +150,20 @@ def _transposed(
     return sums.to(outputs.dtype).view(*outputs.shape[:-1], d_in)
 
 
+def _grouped_transposed(
+    outputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int
+) -> Tensor:
+    """As `_transposed` for groups of rows: [rows, d_out] → [rows, d_in]."""
+    offsets = find_offsets(values, meta, d_in) if offsets is None else offsets
+    size, first, sums = len(meta) // len(counts), 0, outputs.new_zeros(len(outputs), d_in)
+    for group, count in enumerate(counts.tolist()):
+        if count:
+            rows = select_rows(values, meta, offsets, group * size, (group + 1) * size)
+            sums[first : first + count] = _transposed(outputs[first : first + count], *rows, d_in, -1)
+            first += count
+    return sums
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, values, meta, offsets, _, ctx.window = inputs
     ctx.d_in = x.shape[-1]
@@ -166,11 +180,22 @@ def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, bias, None
 
 
+def _remember_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.d_in = inputs[0].shape[1]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gradients_grouped(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
+    x = torch.ops.moonshot.packed_grouped_transposed.default(outputs, *ctx.saved_tensors, ctx.d_in)
+    return x, None, None, None, None
+
+
 for _name, _compute in (
     ("packed_linear", _product),
     ("packed_product", _product),
     ("packed_transposed", _transposed),
     ("packed_grouped", _grouped),
+    ("packed_grouped_transposed", _grouped_transposed),
 ):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
 for _name in ("packed_linear", "packed_product"):
@@ -185,4 +210,10 @@ torch.library.register_fake(
     lambda x, counts, _, meta, *rest: x.new_empty(x.shape[0], meta.shape[0] // counts.shape[0]),
     lib=_library,
 )
+torch.library.register_fake(
+    "moonshot::packed_grouped_transposed", lambda y, *rest: y.new_empty(y.shape[0], rest[-1]), lib=_library
+)
 torch.library.register_autograd("moonshot::packed_linear", _gradients, setup_context=_remember, lib=_library)
+torch.library.register_autograd(
+    "moonshot::packed_grouped", _gradients_grouped, setup_context=_remember_grouped, lib=_library
+)

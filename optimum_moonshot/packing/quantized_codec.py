@@ -132,8 +132,7 @@ class Quantized(Codec):
         shape: tuple[int, int],
         plan: ProductPlan | None = None,
     ) -> Tensor:
-        differentiable = torch.is_grad_enabled() and inputs.requires_grad
-        if differentiable or torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
+        if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
             return super().grouped(inputs, counts, parts, shape, plan)
         return grouped_product(inputs, counts, self._tensors(parts, plan), wide=self.inputs != INPUTS[0])
 

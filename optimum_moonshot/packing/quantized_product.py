@@ -1,10 +1,10 @@
 """The product with a matrix in a format "int{bits}g{group}", as operators of torch, like those of `bitmask_product`.
 
 ``moonshot::quantized_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant.
-``moonshot::quantized_grouped`` is the same for groups of inputs, each with a matrix of a stack, without bias and
-gradients. The compiled library multiplies directly with the packed W, and so do GPU kernels with few rows of x. For
-gradients, and where there is no library, tiles of W are unpacked, so that no dense copy of W is written to memory; GPU
-kernels unpack all of W.
+``moonshot::quantized_grouped`` is the same for groups of inputs, each with a matrix of a stack, without bias. The
+compiled library multiplies directly with the packed W, and so do GPU kernels with few rows of x. For gradients, and
+where there is no library, tiles of W are unpacked, so that no dense copy of W is written to memory; GPU kernels unpack
+all of W.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ _library.define(f"quantized_linear(Tensor inputs, {_MATRIX}, Tensor? bias, bool 
 _library.define(f"quantized_product(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
 _library.define(f"quantized_grouped(Tensor inputs, Tensor counts, {_MATRIX}, bool wide) -> Tensor")
 _library.define(f"quantized_transposed(Tensor outputs, {_MATRIX}, int d_in) -> Tensor")
+_library.define(f"quantized_grouped_transposed(Tensor outputs, Tensor counts, {_MATRIX}, int d_in) -> Tensor")
 
 
 class QuantizedTensors(NamedTuple):
@@ -53,7 +54,7 @@ def quantized_linear(inputs: Tensor, matrix: QuantizedTensors, bias: Tensor | No
 
 
 def grouped_product(inputs: Tensor, counts: Tensor, matrix: QuantizedTensors, wide: bool) -> Tensor:
-    """The products [rows, d_out] of groups of inputs, without gradients; arguments as for `Codec.grouped`."""
+    """The products [rows, d_out] of groups of inputs; arguments as for `Codec.grouped`."""
     result: Tensor = torch.ops.moonshot.quantized_grouped.default(inputs, counts, *matrix, wide)
     return result
 
@@ -188,6 +189,28 @@ def _transposed(
     return sums.to(outputs.dtype)
 
 
+def _grouped_transposed(
+    outputs: Tensor,
+    counts: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    meta: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+    group: int,
+    d_in: int,
+) -> Tensor:
+    """As `_transposed` for groups of rows: [rows, d_out] → [rows, d_in]."""
+    offsets = find_offsets(meta, d_in, bits) if offsets is None else offsets
+    size, first, sums = len(scale) // len(counts), 0, outputs.new_zeros(len(outputs), d_in)
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            rows = select_rows(codes, scale, meta, offsets, number * size, (number + 1) * size)
+            sums[first : first + count] = _transposed(outputs[first : first + count], *rows, bits, group, d_in)
+            first += count
+    return sums
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, codes, scale, meta, offsets, ctx.bits, ctx.group, _, _ = inputs
     ctx.d_in = x.shape[-1]
@@ -204,11 +227,24 @@ def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, None, None, None, bias, None
 
 
+def _remember_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *tensors, ctx.bits, ctx.group, _ = inputs
+    ctx.d_in = x.shape[1]
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients_grouped(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
+    matrix = *ctx.saved_tensors, ctx.bits, ctx.group
+    x = torch.ops.moonshot.quantized_grouped_transposed.default(outputs, *matrix, ctx.d_in)
+    return x, None, None, None, None, None, None, None, None
+
+
 _COMPUTED = {
     "quantized_linear": _product,
     "quantized_product": _product,
     "quantized_grouped": _grouped,
     "quantized_transposed": _transposed,
+    "quantized_grouped_transposed": _grouped_transposed,
 }
 for _name, _compute in _COMPUTED.items():
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
@@ -216,12 +252,16 @@ for _name in ("quantized_linear", "quantized_product"):
     torch.library.register_fake(
         f"moonshot::{_name}", lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0]), lib=_library
     )
-torch.library.register_fake(
-    "moonshot::quantized_transposed", lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1]), lib=_library
-)
+for _name in ("quantized_transposed", "quantized_grouped_transposed"):
+    torch.library.register_fake(
+        f"moonshot::{_name}", lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1]), lib=_library
+    )
 torch.library.register_fake(
     "moonshot::quantized_grouped",
     lambda x, counts, _, scale, *rest: x.new_empty(x.shape[0], scale.shape[0] // counts.shape[0]),
     lib=_library,
 )
 torch.library.register_autograd("moonshot::quantized_linear", _gradients, setup_context=_remember, lib=_library)
+torch.library.register_autograd(
+    "moonshot::quantized_grouped", _gradients_grouped, setup_context=_remember_grouped, lib=_library
+)

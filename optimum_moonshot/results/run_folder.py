@@ -11,7 +11,8 @@ training/state.safetensors   the state of training the whole model
 samples/                     a folder of the same kind, with generated samples in samples/self.safetensors
 earlier/                     the results of the run before, if this one differs from it, until this one is done
 
-One run writes at a time, and deletes only files that runs have written.
+One run writes at a time, and deletes only files that runs have written. The checksum of a result includes run.json, its
+kind and its name: a file of another run, or of another layer, counts as damaged.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ _KINDS = (CURVES, LAYERS, MEASURED, RECOVERED, ROTATION, SAMPLES, TRAINING)
 _INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first
 Parts = Mapping[str, Mapping[str, str]]  # what a run depends on, by section and name
 _WRITTEN = ("*.safetensors", *_INCOMPLETE)
+_START_AGAIN = "remove the folder to start again"
 
 
 class RunFolder:
@@ -78,18 +80,28 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             resumes = self._check_contents()
             self._acquire()
-            try:
-                before = self._parts_in(self.path) if resumes else {}
-            except MoonshotError as error:
-                raise self._error(str(error), "remove the folder to start again") from None
-            self.difference = difference(before, parts) if resumes else ""
-            same = (not self.difference or self._set_aside(parts)) if resumes else None
-            self._clear(_INCOMPLETE if same else _WRITTEN)
-            if not same:
-                manifest = {_PARTS: {name: {**part} for name, part in parts.items()}}
-                replace_file(self.path / _MANIFEST, json.dumps(manifest))
-            self._parts = self._parts_in(self.path)
+            with self.released_on_error():
+                try:
+                    before = self._parts_in(self.path) if resumes else {}
+                except MoonshotError as error:
+                    raise self._error(str(error), _START_AGAIN) from None
+                self.difference = difference(before, parts) if resumes else ""
+                same = (not self.difference or self._set_aside(parts)) if resumes else None
+                self._clear(_INCOMPLETE if same else _WRITTEN)
+                if not same:
+                    manifest = {_PARTS: {name: {**part} for name, part in parts.items()}}
+                    replace_file(self.path / _MANIFEST, json.dumps(manifest))
+                self._parts = self._parts_in(self.path)
         return same
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Release the lock if the block fails, so that it does not keep other processes out."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     @staticmethod
     def _parts_in(folder: Path) -> dict[str, dict[str, str]]:
@@ -158,24 +170,39 @@ class RunFolder:
         with writing(self.field, self.path):
             path.parent.mkdir(exist_ok=True)
             text = json.dumps(report)
-            save_file(tensors, partial, {"report": text, "sha256": _digest(path, text, tensors)})
+            save_file(tensors, partial, {"report": text, "sha256": self._digest(path, text, tensors)})
             os.replace(partial, path)
         return path
 
     def saved(self, kind: str) -> Iterator[tuple[Path, dict[str, Any] | None, dict[str, Tensor]]]:
-        """The path, report and tensors of all results of a kind; None and {} for a damaged file, which is deleted."""
+        """The path, report and tensors of all results of a kind; None and {} for a damaged file, which is deleted.
+
+        Raises:
+            MoonshotError: a file cannot be read, or is a folder.
+        """
         for path in sorted((self.path / kind).glob("*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
                     metadata = file.metadata() or {}
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                intact = metadata["sha256"] == _digest(path, metadata["report"], tensors)
+                intact = metadata["sha256"] == self._digest(path, metadata["report"], tensors)
                 report = json.loads(metadata["report"]) if intact else None
             except (SafetensorError, KeyError, ValueError):
                 report, tensors = None, {}
+            except OSError as error:
+                raise self._error(f"{path} is not a file that can be read: {error}", _START_AGAIN) from None
             if report is None:
                 path.unlink()
             yield path, report, tensors
+
+    def _digest(self, path: Path, report: str, tensors: dict[str, Tensor]) -> str:
+        """SHA-256 of a result: run, kind, name and report, and the names, dtypes, shapes and bytes of its tensors."""
+        run = json.dumps(self._parts, sort_keys=True)
+        digest = sha256(json.dumps([run, path.parent.name, path.stem, report]).encode())
+        for name, tensor in sorted(tensors.items()):
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
+        return digest.hexdigest()
 
     def release(self) -> None:
         """Release the lock; the files remain."""
@@ -240,12 +267,3 @@ def _move_results(source: Path, target: Path) -> None:
         if (source / kind).is_dir() and not (source / kind / _MANIFEST).exists():  # the samples' own folder stays
             (source / kind).rename(target / kind)
     (source / _MANIFEST).rename(target / _MANIFEST)
-
-
-def _digest(path: Path, report: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of a result: its kind, name and report, and the names, dtypes, shapes and bytes of its tensors."""
-    digest = sha256(json.dumps([path.parent.name, path.stem, report]).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
-    return digest.hexdigest()

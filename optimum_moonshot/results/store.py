@@ -63,7 +63,8 @@ class ResultStore:
         if self.folder is not None:
             same = self.folder.open(parts)
             if same:
-                self._restore(self.folder)
+                with self.folder.released_on_error():
+                    self._restore(self.folder)
             elif same is False:
                 self.notes.append(f"an unfinished run was set aside until this one is done: {self.folder.difference}")
 

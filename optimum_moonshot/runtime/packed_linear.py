@@ -66,7 +66,7 @@ class PackedLinear(PackedModule):
     @property
     def weight(self) -> Tensor:
         """The dense weight [d_out, d_in], unpacked on every access."""
-        return self.matrix_of(_WEIGHT)
+        return self.initialized(self.matrix_of(_WEIGHT))
 
     @torch.no_grad()
     def pack(self, weight: Tensor) -> None:

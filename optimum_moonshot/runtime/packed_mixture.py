@@ -53,6 +53,10 @@ class PackedMixture(PackedModule):
         assert weight is not None
         self.experts = len(weight)
 
+    def __getattr__(self, name: str) -> Any:
+        """Also a packed weight, dense and unpacked on every access, as some models read it when they are loaded."""
+        return self.initialized(self.dense(name)) if name in vars(self).get("packed", ()) else super().__getattr__(name)
+
     @property
     def is_transposed(self) -> bool:
         """Whether the dense weights are [E, in, out]."""
@@ -134,9 +138,32 @@ def apply_routed(compute: Experts, hidden: Tensor, index: Tensor, weights: Tenso
     return parts.unflatten(0, index.shape).sum(1).to(hidden.dtype)
 
 
+@torch.library.custom_op("moonshot::dense_grouped", mutates_args=())
 def dense_grouped(inputs: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
-    """As `Codec.grouped` for dense matrices [groups, d_out, d_in]."""
+    """Like `Codec.grouped`, for dense matrices [groups, d_out, d_in]: one node for `torch.compile` and `export`."""
+    groups = _split(inputs, counts)
+    products = [functional.linear(group, matrix) for group, matrix in zip(groups, matrices, strict=True) if len(group)]
+    return torch.cat([*products, inputs.new_zeros(len(inputs) - sum(map(len, groups)), matrices.shape[1])])
+
+
+@torch.library.custom_op("moonshot::dense_grouped_weights", mutates_args=())
+def _weight_gradients(outputs: Tensor, inputs: Tensor, counts: Tensor) -> Tensor:
+    """The gradients [groups, d_out, d_in] of the matrices."""
+    return torch.stack([y.T @ x for y, x in zip(_split(outputs, counts), _split(inputs, counts), strict=True)])
+
+
+def _split(rows: Tensor, counts: Tensor) -> list[Tensor]:
+    """The rows of each group."""
     sizes = counts.tolist()
-    *groups, rest = inputs.split([*sizes, len(inputs) - sum(sizes)])
-    products = [functional.linear(group, matrices[number]) for number, group in enumerate(groups) if len(group)]
-    return torch.cat([*products, inputs.new_zeros(len(rest), matrices.shape[1])])
+    return [*rows[: sum(sizes)].split(sizes)]
+
+
+def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, counts, matrices = ctx.saved_tensors
+    x = dense_grouped(outputs, counts, matrices.mT) if ctx.needs_input_grad[0] else None
+    return x, None, _weight_gradients(outputs, inputs, counts) if ctx.needs_input_grad[2] else None
+
+
+dense_grouped.register_fake(lambda x, counts, matrices: x.new_empty(x.shape[0], matrices.shape[1]))
+_weight_gradients.register_fake(lambda y, x, counts: y.new_empty(counts.shape[0], y.shape[1], x.shape[1]))
+dense_grouped.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

@@ -79,6 +79,12 @@ class PackedModule(nn.Module):
         codec, shape = self.packed[weight]
         return codec.unpack(self.parts_of(weight), shape, self.plan_of(weight))
 
+    @staticmethod
+    def initialized(weight: Tensor) -> Tensor:
+        """The weight with the mark of transformers: no model initializes it after loading, with random numbers."""
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return weight
+
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed weights."""

@@ -33,8 +33,8 @@ def opened(path, name="a run"):
 
 
 def pruner(**changes):
-    config = MoonshotConfig(pattern="2:4", lam=1.0, num_samples=6, sequence_length=12, batch_size=2, **changes)
-    return MoonshotPruner(make("llama"), config)
+    settings = dict(pattern="2:4", lam=1.0, num_samples=6, sequence_length=12, batch_size=2)
+    return MoonshotPruner(make("llama"), MoonshotConfig(**{**settings, **changes}))
 
 
 def prune(folder, **changes):
@@ -87,6 +87,36 @@ def test_a_damaged_result_is_removed(tmp_path, damage):
     assert [report for _, report, _ in folder.saved(LAYERS)] == [None]
     assert not path.exists()
     folder.discard()
+
+
+@pytest.mark.parametrize(
+    "change", [dict(seed=3), dict(lam=0.9), dict(pattern="1:4"), dict(solver="magnitude")], ids=str
+)
+def test_a_result_of_another_run_is_not_taken(tmp_path, change):
+    """Its checksum is valid, and so are its layer and its shape: only the run differs."""
+    expected = prune(None).model.state_dict()
+    prune(tmp_path / "run")
+    prune(tmp_path / "other", **change)
+    names = [f"model.layers.{block}.mlp.up_proj.safetensors" for block in (0, 2)]
+    for name in names:
+        (tmp_path / "other" / LAYERS / name).replace(tmp_path / "run" / LAYERS / name)
+    again = prune(tmp_path / "run")
+    assert any("2 damaged results" in note for note in again.report.notes)
+    assert_same(again.model, expected)
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    prune(tmp_path / "run")
+    path = tmp_path / "run" / LAYERS / "model.layers.0.mlp.up_proj.safetensors"
+    path.unlink()
+    path.mkdir()
+    before = weights(make("llama"))
+    late = pruner()
+    with pytest.raises(MoonshotError, match=r"resume_dir=.*up_proj\.safetensors is not a file.*remove the folder"):
+        late.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
+    assert_same(late.model, before)
+    folder, _ = opened(tmp_path / "run")  # the lock was released
+    folder.release()
 
 
 def test_a_damaged_result_is_recomputed(tmp_path):

@@ -5,10 +5,13 @@ import pickle
 
 import pytest
 import torch
+import transformers as hf
 from checkpoint_edits import change_config
 from checkpoints import assert_same, tensors
 from damage import make_folder
+from packed_experts import packed_names
 from packed_models import assert_state, held, state
+from tiny_configs import tiny_config
 from tiny_mixtures import FAMILIES, family, mixtral, prune
 
 from optimum_moonshot import MoonshotError, load_pruned
@@ -63,6 +66,40 @@ def test_every_family_is_packed_loaded_and_saved(name, pattern, tmp_path):
     pruner.to_runtime("dense")
     assert_state(model, before)
     assert not any(isinstance(module, PackedMixture) for module in model.modules())
+
+
+# With weights of experts that transformers reorders, transposes if they do not fit, splits, or initializes itself.
+CONVERTED = (
+    "Inkling2ForCausalLM",
+    "InklingForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+)
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "2:4"}, {"bits": 4, "quant_group": 64}], ids=["2:4", "4 bits"])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_experts_with_conversions_of_their_own_are_loaded_packed(name, settings, tmp_path):
+    if not hasattr(hf, name):
+        pytest.skip(f"transformers {hf.__version__} has no {name}")
+    torch.manual_seed(0)
+    model = getattr(hf, name)(tiny_config(getattr(hf, name).config_class.model_type, name)).eval()
+    pruner = prune(model, [{"input_ids": IDS}] * 3, solver="magnitude", **settings)
+    before = state(model)
+    pruner.save_pretrained(tmp_path / "packed", format="packed")
+    assert any("w13_weight" in name or "gate_up_proj" in name for name in packed_names(tmp_path / "packed")) or (
+        "Omni" in name
+    )
+    torch.manual_seed(0)
+    loaded = load_pruned(tmp_path / "packed", runtime="packed")
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))  # nothing was drawn
+    mixtures = {path: module for path, module in loaded.named_modules() if isinstance(module, PackedMixture)}
+    assert mixtures
+    for path, mixture in mixtures.items():
+        for weight in mixture.packed:
+            assert torch.equal(getattr(mixture, weight), before[f"{path}.{weight}"])
+    loaded.save_pretrained(tmp_path / "again", format="dense")
+    assert_state(load_pruned(tmp_path / "again"), before)
 
 
 def experts(name, dtype):
@@ -123,9 +160,12 @@ def test_every_routing_gives_the_sum_of_the_experts(name, dtype):
         assert torch.allclose(outputs.double(), exact, atol=1e-6 if dtype == torch.float32 else 5e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("ignored", [None, "down_proj"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_gradients_reach_inputs_and_routing_weights(name):
+def test_gradients_reach_inputs_and_routing_weights(name, ignored):
     dense, packed = experts(name, torch.float32)
+    if ignored:
+        packed.unpack(ignored)
     dense.config._experts_implementation = "eager"
     hidden = torch.randn(6, dense.down_proj.shape[1 if not dense.is_transposed else 2], requires_grad=True)
     index, weights = routes(6, len(dense.down_proj))["an expert without tokens"], torch.rand(6, 2, requires_grad=True)
@@ -288,6 +328,37 @@ def test_experts_compile_to_one_graph():
     with torch.no_grad():
         expected = packed(hidden, index, torch.ones(6, 2))
         assert torch.allclose(compiled(hidden, index, torch.ones(6, 2)), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ignore": ["experts.down_proj"]}], ids=["all", "one weight is dense"])
+def test_a_model_with_packed_experts_compiles_with_gradients(settings):
+    model = mixtral(num_hidden_layers=1)
+    pruned(model, **settings).to_runtime("packed")
+    torch.compiler.reset()
+    expected, gradients = model(IDS, labels=IDS), []
+    for called in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+        outputs = called(IDS, labels=IDS, use_cache=False)
+        assert torch.allclose(outputs.logits, expected.logits, atol=1e-6)
+        outputs.loss.backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        model.zero_grad()
+    assert ("model.layers.0.mlp.experts.down_proj" in gradients[0]) == bool(settings)
+    for name, each in gradients[1].items():
+        assert torch.allclose(gradients[0][name], each, atol=1e-6), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"ignore": ["experts.down_proj"]}], ids=["all", "one weight is dense"])
+def test_a_model_with_packed_experts_is_exported(settings, tmp_path):
+    model = mixtral(num_hidden_layers=1)
+    pruned(model, **settings).to_runtime("packed")
+    sizes = {"input_ids": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}, "use_cache": None}
+    inputs = {"input_ids": IDS, "use_cache": False}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for ids in (IDS, IDS[:1, :5]):
+        expected = model(ids, use_cache=False).logits
+        assert torch.allclose(loaded(input_ids=ids, use_cache=False).logits, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{"intermediate_size": 100}, {"intermediate_size": 8}, {"num_local_experts": 4}])
