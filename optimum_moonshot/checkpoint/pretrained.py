@@ -8,16 +8,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
 from ..model.offload import hold_weights
 from .file_integrity import check_complete
+from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, find_checkpoint
 from .meta_model import PLACES, meta_device_model, model_class, offload_folder, offload_map
-
-# Options of a model that its configuration, tokenizer and processor share.
-_SHARED = ("revision", "token", "trust_remote_code")
+from .origin import remember_source
+from .weight_files import METHOD
 
 
 def load_dense(
@@ -29,13 +29,23 @@ def load_dense(
         MoonshotError: the checkpoint lacks weights of the model, is damaged or quantized.
         OSError: there is no such model.
     """
-    shared = {key: options[key] for key in _SHARED if key in options}
     check_path("name_or_path", name_or_path)
     message = "from_pretrained returns a pruner"
     require("output_loading_info" not in options, message, field="output_loading_info")
-    model, info = _load(name_or_path, shared, options, offload, offload_dir)
+    given = options.get("config")
+    valid = given is None or isinstance(given, PretrainedConfig | str | os.PathLike)
+    require(valid, "give a configuration of transformers, or its folder", field="config", value=given)
+    name, options = find_checkpoint(name_or_path, options)
+    shared = {key: options[key] for key in CHECKPOINT_OPTIONS if key in options}
+    model, info = _load(name, shared, options, offload, offload_dir)
     check_complete(info["missing_keys"], (), info["mismatched_keys"])
-    return model, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared)
+    if "gguf_file" in shared:
+        model.name_or_path = model.config.name_or_path = os.fspath(name_or_path)
+    else:
+        remember_source(model, name, **{key: options[key] for key in FILE_OPTIONS if key in options})
+    if given is not None:
+        shared["config"] = model.config
+    return model, load_tokenizer(name, **shared), load_processor(model, name, **shared)
 
 
 def load_meta(name_or_config: Any, offload: str | None, options: dict[str, Any]) -> nn.Module:
@@ -55,8 +65,11 @@ def _load(
     """A model and the loading info of transformers; `shared` are the options of the configuration."""
     quantized = None
     try:
-        config = AutoConfig.from_pretrained(name_or_path, **shared)
+        config = options.get("config")
+        if not isinstance(config, PretrainedConfig):
+            config = AutoConfig.from_pretrained(name_or_path if config is None else config, **shared)
         quantized = getattr(config, "quantization_config", None)
+        options = {**dequantizing(config, shared), **options}
         with ExitStack() as stack:
             if offload is not None:
                 place = {"device_map": offload_map(config, offload, options.get("device_map"))}
@@ -77,6 +90,25 @@ def _load(
             f"{name_or_path}: its weights are quantized ({method}) and cannot be loaded ({message}); "
             "prune the model that they were made from"
         ) from error
+
+
+def dequantizing(config: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    """The options by which `from_pretrained` dequantizes the weights of a checkpoint, where transformers can.
+
+    Without them, it depends on the machine whether FP8, MXFP4 and GGUF weights remain quantized.
+    """
+    import transformers
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    if "gguf_file" in shared:
+        cls = getattr(transformers, "GgufConfig", None)  # older releases dequantize always
+        return {} if cls is None else {"quantization_config": cls(dequantize=True)}
+    entry = getattr(config, "quantization_config", None)
+    if not isinstance(entry, dict) or entry.get("quant_method") == METHOD:
+        return {}
+    undone = AutoQuantizationConfig.from_dict({**entry, "dequantize": True})
+    attributes = getattr(undone, "get_loading_attributes", dict)()
+    return {"quantization_config": undone} if attributes.get("dequantize") else {}
 
 
 @contextmanager

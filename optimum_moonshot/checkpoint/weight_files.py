@@ -183,6 +183,13 @@ def read_shapes(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]
     return metadata, {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
+def tensor_bytes(path: Path) -> int:
+    """The bytes of all tensors in a new safetensors file."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+    return path.stat().st_size - 8 - int(length)
+
+
 def sort_metadata(path: Path) -> None:
     """Sort the metadata of a new file, so that equal weights are equal bytes: safetensors writes it in random order."""
     with path.open("r+b") as file:
