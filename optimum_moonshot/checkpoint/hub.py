@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from ..errors import MoonshotError, Option, Text, require
 from ..files import WEIGHT_FILES
@@ -34,20 +34,31 @@ def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any,
         OSError: there is no such file.
     """
     name, options, file = os.fspath(name_or_path), dict(options), options.get("gguf_file")
-    hub = _HUB_NAME.fullmatch(name)
-    if file is None and name.endswith(".gguf") and (os.path.isfile(name) or hub is None):
-        name, file = os.path.split(os.path.abspath(name))
-    elif hub is not None and not os.path.exists(name):
+    hub = _hub_name(name)
+    if hub is not None:
         name, revision, found = hub.groups()
         file = file or found
         options |= {} if revision is None else {"revision": revision}
+    elif file is None and name.endswith(".gguf"):
+        name, file = os.path.split(os.path.abspath(name))
     if file is None:
         return name, options
-    path = cached_file(name, file, **{key: options.pop(key) for key in FILE_OPTIONS if key in options})
+    path: Any = cached_file(name, file, **{key: options.pop(key) for key in FILE_OPTIONS if key in options})
     folder, file = os.path.split(path)
     dtype = options.get("dtype", options.get("torch_dtype"))
     dtype = {"dtype": torch.bfloat16} if dtype in (None, "auto") else {}
     return folder, {**options, "gguf_file": file, **dtype}
+
+
+def repository(name_or_path: Any) -> str:
+    """The repository of a file on the Hub; any other name as it is."""
+    hub = _hub_name(os.fspath(name_or_path))
+    return os.fspath(name_or_path) if hub is None else hub[1]
+
+
+def _hub_name(name: str) -> "re.Match[str] | None":
+    """The repository, the revision and the GGUF file of a name on the Hub with an owner; None for other names."""
+    return None if os.path.exists(name) else _HUB_NAME.fullmatch(name)
 
 
 def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:

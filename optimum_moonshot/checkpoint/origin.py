@@ -1,14 +1,14 @@
 """What a model was loaded from: the quantization that transformers undid, and the weights that it did not load.
 
-FP8, MXFP4 and GGUF checkpoints become ordinary 16-bit models, which transformers would convert back while saving. Weights
-for which a class has no modules (`mtp.*` of Qwen3-Next, layer 61 of DeepSeek-V3) are in the files alone, and other
+FP8, MXFP4 and GGUF checkpoints become ordinary 16-bit models, but transformers would convert them back while saving.
+Weights for which a class has no modules (`mtp.*` of Qwen3-Next, layer 61 of DeepSeek-V3) are only in the files; other
 programs predict several tokens with them.
 """
 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from ..errors import MoonshotError, require
 from ..files import read_json
@@ -49,6 +49,7 @@ class Origin:
 
     dequantized: str = ""  # the quantization that transformers undid while loading
     unloaded: dict[Path, list[str]] = field(default_factory=dict)  # file → weights that transformers does not load
+    whole: bool = True  # whether the class is that of config.json
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the loaded weights, if some are not
 
     @property
@@ -66,17 +67,19 @@ class Origin:
         """
         obstacle = self._obstacle(model, report, variant) if self.unloaded else ""
         entries = report.skipped if isinstance(report, PruneReport) else report.refused
-        for group in dict.fromkeys(map(_group, (name for names in self.unloaded.values() for name in names))):
-            fate = f"not saved: {obstacle}" if obstacle else "saved as it was"
-            entries[group] = f"transformers does not load it; {fate}"
-            if obstacle:
-                _log.warning("%s is not in the saved checkpoint: %s", group, obstacle)
+        fate = f"not saved: {obstacle}" if obstacle else "saved as it was"
+        groups = dict.fromkeys(_group(name) for names in self.unloaded.values() for name in names)
+        entries.update(dict.fromkeys(groups, f"transformers does not load it; {fate}"))
+        if obstacle:
+            _log.warning("not in the saved checkpoint: %s (%s)", ", ".join(groups), obstacle)
         return [] if obstacle else [_reader(path, names) for path, names in self.unloaded.items()]
 
     def _obstacle(self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None) -> str:
+        if not self.whole:
+            return "the model is a part of the one in the checkpoint"
         rotation = report.rotation if isinstance(report, PruneReport) else report
         if rotation is not None and rotation.rotated:
-            return "it expects hidden states in the basis before the rotation"
+            return "it reads hidden states in the basis before the rotation"
         if _shapes(model) != self.shapes:
             return "it does not fit the smaller model"
         if variant:
@@ -109,8 +112,14 @@ def take_over(model: nn.Module) -> Origin:
     """
     if not isinstance(model, PreTrainedModel):
         return Origin()
-    method, unloaded = _leave_quantizer(model), _unloaded(model)
-    return Origin(method, unloaded, _shapes(model) if unloaded else {})
+    method, patterns = _leave_quantizer(model), model._keys_to_ignore_on_load_unexpected
+    folder = _folder_of(model) if patterns else None
+    unloaded = {} if folder is None else _unloaded(model, folder, patterns or ())
+    if folder is None or not unloaded:
+        return Origin(method)
+    names = read_config(folder).get("architectures")
+    whole = not isinstance(names, list) or type(model).__name__ in names
+    return Origin(method, unloaded, whole, _shapes(model))
 
 
 def remember_source(model: nn.Module, name_or_path: str | os.PathLike[str], **hub: Any) -> None:
@@ -154,19 +163,18 @@ def _method(quantizer: Any) -> str:
     return str(getattr(method, "value", method))
 
 
-def _unloaded(model: PreTrainedModel) -> dict[Path, list[str]]:
-    """The weights in the files of a model that its class declares as unexpected, and has no modules for.
-
-    Others of these, such as GPT-NeoX's `attention.bias`, are former buffers of a module.
-    """
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+def _folder_of(model: PreTrainedModel) -> Path | None:
+    """The folder that a model was loaded from, by a call of this package or another; None if it is unknown."""
     config: Any = model.config
-    folder = None
-    if patterns:
-        revision = getattr(config, "_commit_hash", None)
-        folder = vars(model).get(_SOURCE) or _folder(config.name_or_path, revision=revision)
-    if not patterns or folder is None:
-        return {}
+    known: Path | None = vars(model).get(_SOURCE)
+    return known or _folder(config.name_or_path, revision=getattr(config, "_commit_hash", None))
+
+
+def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> dict[Path, list[str]]:
+    """The weights in the files of a model that its class expects there, by these patterns, and has no modules for.
+
+    Others that match, such as GPT-NeoX's `attention.bias`, are former buffers of a module.
+    """
     try:
         files = _files_of_weights(folder)
     except (MoonshotError, OSError):  # weights in another format

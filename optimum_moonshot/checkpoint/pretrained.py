@@ -1,10 +1,12 @@
 """Load a dense model, offloaded if wanted, with its tokenizer and image processor."""
 
+import inspect
 import logging
 import os
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,10 +16,10 @@ from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
 from ..model.offload import hold_weights
 from .file_integrity import check_complete
-from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, find_checkpoint
+from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, find_checkpoint, repository
 from .meta_model import PLACES, meta_device_model, model_class, offload_folder, offload_map
 from .origin import remember_source
-from .weight_files import METHOD
+from .weight_files import METHOD, check_index
 
 
 def load_dense(
@@ -37,10 +39,12 @@ def load_dense(
     require(valid, "give a configuration of transformers, or its folder", field="config", value=given)
     name, options = find_checkpoint(name_or_path, options)
     shared = {key: options[key] for key in CHECKPOINT_OPTIONS if key in options}
+    message, hint = "not for a GGUF file", "save its model with transformers, and give that folder"
+    require(offload != "disk" or "gguf_file" not in shared, message, field="offload", value=offload, hint=hint)
     model, info = _load(name, shared, options, offload, offload_dir)
     check_complete(info["missing_keys"], (), info["mismatched_keys"])
     if "gguf_file" in shared:
-        model.name_or_path = model.config.name_or_path = os.fspath(name_or_path)
+        model.name_or_path = model.config.name_or_path = repository(name_or_path)
     else:
         remember_source(model, name, **{key: options[key] for key in FILE_OPTIONS if key in options})
     if given is not None:
@@ -79,9 +83,12 @@ def _load(
             hold_weights(loaded[0])
             weakref.finalize(loaded[0], stack.pop_all().close)
         return loaded
-    except (MoonshotError, OSError):
+    except MoonshotError:
         raise
     except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers
+        check_index(Path(name_or_path, shared.get("subfolder", "")), packed=False)
+        if isinstance(error, OSError):
+            raise
         message = " ".join(str(error).split())[:300] or type(error).__name__
         if quantized is None:
             raise MoonshotError(f"{name_or_path}: cannot be loaded ({message})") from error
@@ -97,18 +104,16 @@ def dequantizing(config: Any, shared: dict[str, Any]) -> dict[str, Any]:
 
     Without them, it depends on the machine whether FP8, MXFP4 and GGUF weights remain quantized.
     """
-    import transformers
-    from transformers.quantizers.auto import AutoQuantizationConfig
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # late: quantizers import this package
 
-    if "gguf_file" in shared:
-        cls = getattr(transformers, "GgufConfig", None)  # older releases dequantize always
-        return {} if cls is None else {"quantization_config": cls(dequantize=True)}
-    entry = getattr(config, "quantization_config", None)
-    if not isinstance(entry, dict) or entry.get("quant_method") == METHOD:
+    entry: Any = {"quant_method": "gguf"} if "gguf_file" in shared else None
+    for part in (config, config.get_text_config()):
+        entry = entry or getattr(part, "quantization_config", None)
+    method = entry.get("quant_method") if isinstance(entry, dict) else METHOD
+    cls: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(str(method))
+    if cls is None or method == METHOD or "dequantize" not in inspect.signature(cls).parameters:
         return {}
-    undone = AutoQuantizationConfig.from_dict({**entry, "dequantize": True})
-    attributes = getattr(undone, "get_loading_attributes", dict)()
-    return {"quantization_config": undone} if attributes.get("dequantize") else {}
+    return {"quantization_config": cls.from_dict({**entry, "dequantize": True})}
 
 
 @contextmanager

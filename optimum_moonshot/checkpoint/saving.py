@@ -38,8 +38,9 @@ def save_model(
     """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
-    memory, the default `name` in the card the folder's. Weights that are in the files of the model's `origin` alone are
-    saved too. `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
+    memory, the default `name` in the card the folder's. Weights that only the files of the model's `origin` contain are
+    copied. `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a
+    layer is no longer n:m.
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")

@@ -207,21 +207,26 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     """Load a model, and its tokenizer or image processor; packed layers are loaded on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from ..checkpoint.hub import find_checkpoint
     from ..checkpoint.loading import load_pruned
     from ..checkpoint.meta_model import model_class
+    from ..checkpoint.pretrained import dequantizing
     from ..model.model_info import load_processor
     from ..reports.record import PruningRecord
 
-    config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
+    name, shared = load(lambda dtype, **_: find_checkpoint(args.model, {"dtype": dtype, **remote_code(args)}), args)
+    dtype = shared.pop("dtype")
+    config = load(lambda **_: AutoConfig.from_pretrained(name, **shared), args)
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
     if args.runtime == "dense":
-        loader = (cls if images else AutoModelForCausalLM).from_pretrained
+        options = {**shared, **dequantizing(config, shared)}
+        loader: Any = partial((cls if images else AutoModelForCausalLM).from_pretrained, **options)
     else:
         message = f"{args.model} is not pruned; leave the option out"
         expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)
-        loader = partial(load_pruned, runtime=args.runtime, device_map=device)
-    model = load(lambda **kwargs: loader(args.model, **kwargs), args)
+        loader = partial(load_pruned, runtime=args.runtime, device_map=device, **shared)
+    model = load(lambda **_: loader(name, dtype=dtype), args)
     if images:
-        return model, None, load_processor(model, args.model, **remote_code(args))
-    return model, load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
+        return model, None, load_processor(model, name, **shared)
+    return model, load(lambda **_: AutoTokenizer.from_pretrained(name, **shared), args), None
