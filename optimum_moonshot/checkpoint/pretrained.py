@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,12 +74,13 @@ def _load(
         if not isinstance(config, PretrainedConfig):
             config = AutoConfig.from_pretrained(name_or_path if config is None else config, **shared)
         quantized = getattr(config, "quantization_config", None)
-        options = {**dequantizing(config, shared), **options}
+        options = {**_dequantizing(config, shared), **options}
         with ExitStack() as stack:
             if offload is not None:
                 place = {"device_map": offload_map(config, offload, options.get("device_map"))}
                 options = {**options, **place, "offload_folder": str(stack.enter_context(offload_folder(folder)))}
-            with _without_offload_warning():
+            with _without_offload_warning(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You passed `quantization_config`")
                 loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
             hold_weights(loaded[0])
             weakref.finalize(loaded[0], stack.pop_all().close)
@@ -99,7 +101,7 @@ def _load(
         ) from error
 
 
-def dequantizing(config: Any, shared: dict[str, Any]) -> dict[str, Any]:
+def _dequantizing(config: Any, shared: dict[str, Any]) -> dict[str, Any]:
     """The options by which `from_pretrained` dequantizes the weights of a checkpoint, where transformers can.
 
     Without them, it depends on the machine whether FP8, MXFP4 and GGUF weights remain quantized.

@@ -210,7 +210,6 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     from ..checkpoint.hub import find_checkpoint
     from ..checkpoint.loading import load_pruned
     from ..checkpoint.meta_model import model_class
-    from ..checkpoint.pretrained import dequantizing
     from ..model.model_info import load_processor
     from ..reports.record import PruningRecord
 
@@ -220,13 +219,12 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
     if args.runtime == "dense":
-        options = {**shared, **dequantizing(config, shared)}
-        loader: Any = partial((cls if images else AutoModelForCausalLM).from_pretrained, **options)
+        loader: Any = (cls if images else AutoModelForCausalLM).from_pretrained
     else:
         message = f"{args.model} is not pruned; leave the option out"
         expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)
-        loader = partial(load_pruned, runtime=args.runtime, device_map=device, **shared)
-    model = load(lambda **_: loader(name, dtype=dtype), args)
+        loader = partial(load_pruned, runtime=args.runtime, device_map=device)
+    model = load(lambda **_: loader(name, dtype=dtype, **shared), args)
     if images:
         return model, None, load_processor(model, name, **shared)
     return model, load(lambda **_: AutoTokenizer.from_pretrained(name, **shared), args), None
