@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .checkpoint.in_memory import to_runtime
+from .checkpoint.origin import take_over
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .config import MoonshotConfig
@@ -69,6 +70,7 @@ class MoonshotPruner:
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = uncompiled(model), config, tokenizer, processor
+        self._origin = take_over(self.model)
         # A model that was pruned while it was loaded has its report.
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
         self.rotation: RotationReport | None = None  # of `rotate`
@@ -83,26 +85,33 @@ class MoonshotPruner:
     def from_pretrained(
         cls,
         name_or_path: str | os.PathLike[str],
-        config: MoonshotConfig,
+        method: MoonshotConfig | None = None,
         offload: str | None = None,
         **model_kwargs: Any,
     ) -> MoonshotPruner:
         """Load a model as the class named by its configuration, with its tokenizer and image processor if any.
 
+        Quantized weights that transformers can dequantize (FP8, MXFP4, GGUF, compressed-tensors) are loaded in 16 bits,
+        and saved so.
+
         Args:
-            name_or_path: a Hub repository or a local folder.
-            config: the method.
+            name_or_path: a Hub repository or a local folder; or a GGUF file, "model.gguf" or "owner/repo/model.gguf".
+            method: also accepted as `config`.
             offload: "disk" keeps the weights of the decoder layers in the checkpoint's files, "cpu" in host memory; one
                 layer at a time is on the device, which `device_map` may name. None loads the whole model.
-            model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
+            model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `cache_dir`,
+                `subfolder`, `gguf_file`, and `config` of transformers; tokenizer and processor are found by them too.
 
         Raises:
             MoonshotError: the checkpoint is damaged or quantized, or lacks weights of the model.
             OSError: there is no such model.
         """
-        require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
-        model, tokenizer, processor = load_dense(name_or_path, model_kwargs, offload, config.offload_dir)
-        return cls(model, config, tokenizer, processor)
+        if method is None:
+            method = model_kwargs.pop("config", None)
+        if not isinstance(method, MoonshotConfig):
+            raise MoonshotError(f"config is a {type(method).__name__}: give a MoonshotConfig")
+        model, tokenizer, processor = load_dense(name_or_path, model_kwargs, offload, method.offload_dir)
+        return cls(model, method, tokenizer, processor)
 
     def _run(
         self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool, **folders: Any
@@ -254,7 +263,8 @@ class MoonshotPruner:
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         with self._run("rotate", loss, forward, progress, resume_dir=resume_dir) as subject:
             self._sweep = None
-            self.rotation, discard = rotate_model(subject, config, calibration, resume_dir)
+            rotation, discard = rotate_model(subject, config, calibration, resume_dir)
+            self.rotation = dataclasses.replace(rotation, notes=(*rotation.notes, *self._origin.notes))
         self._discards = [discard]
         return self.rotation
 
@@ -494,7 +504,9 @@ class MoonshotPruner:
                 no longer n:m, or no longer on its grid.
         """
         check_idle(self.model, "save_pretrained")
-        save_result(self.model, (self.tokenizer, self.processor), self._result(), directory, format, options)
+        save_result(
+            self.model, (self.tokenizer, self.processor), self._result(), directory, format, self._origin, options
+        )
         self._discard_results()
 
     def push_to_hub(
@@ -528,7 +540,8 @@ class MoonshotPruner:
         """
         check_idle(self.model, "push_to_hub")
         processors, repository = (self.tokenizer, self.processor), Repository(repo_id, private, token, exist_ok)
-        address = publish(self.model, processors, self._result(), repository, format, commit_message, options)
+        result, origin = self._result(), self._origin
+        address = publish(self.model, processors, result, repository, format, origin, commit_message, options)
         self._discard_results()
         return address
 
@@ -552,6 +565,7 @@ class MoonshotPruner:
     def _reported(self, report: PruneReport) -> PruneReport:
         """Keep the report of a pruning, with an earlier rotation."""
         self.report = report
+        report.notes += self._origin.notes
         if self.rotation is not None:
             note_rotation(self.model, report, self.rotation)
         return report

@@ -167,6 +167,7 @@ def render_rotated(model: nn.Module, report: RotationReport, name: str) -> Model
         untied=f" but an untied head of {report.untied_bytes / 2**20:.2f} MiB" if report.untied_bytes else "",
         auto_class=auto_class,
         rotations=escaped(report.changes or "none"),
+        refused=[(code(name), escaped(reason)) for name, reason in report.refused.items()],
         report=report,
         report_name=ROTATION_NAME,
     )

@@ -2,23 +2,66 @@
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..errors import MoonshotError, Option, Text, require
 from ..files import WEIGHT_FILES
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+FILE_OPTIONS = (*HUB_OPTIONS, "force_download", "proxies", "subfolder")  # where a file is, and how it is downloaded
+CHECKPOINT_OPTIONS = (*FILE_OPTIONS, "trust_remote_code", "code_revision", "gguf_file")  # of all parts of a checkpoint
+_HUB_NAME = re.compile(r"(?:hf://)?([^/@\s]+/[^/@\s]+)(?:@([^/\s]+))?(?:/(.+\.gguf))?")
 # Weights in other files than safetensors, and models of other libraries.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+
+
+def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The name or folder of a checkpoint for `from_pretrained` of transformers, and its options.
+
+    A GGUF file, "model.gguf", "owner/repo/model.gguf", or "hf://owner/repo@revision/model.gguf", and one that the
+    options name, becomes a folder, to which it is downloaded, and `gguf_file`; its dtype is by default bfloat16.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    name, options, file = os.fspath(name_or_path), dict(options), options.get("gguf_file")
+    hub = _hub_name(name)
+    if hub is not None:
+        name, revision, found = hub.groups()
+        file = file or found
+        options |= {} if revision is None else {"revision": revision}
+    elif file is None and name.endswith(".gguf"):
+        name, file = os.path.split(os.path.abspath(name))
+    if file is None:
+        return name, options
+    path: Any = cached_file(name, file, **{key: options.pop(key) for key in FILE_OPTIONS if key in options})
+    folder, file = os.path.split(path)
+    dtype = options.get("dtype", options.get("torch_dtype"))
+    dtype = {"dtype": torch.bfloat16} if dtype in (None, "auto") else {}
+    return folder, {**options, "gguf_file": file, **dtype}
+
+
+def repository(name_or_path: Any) -> str:
+    """The repository of a file on the Hub; any other name as it is."""
+    hub = _hub_name(os.fspath(name_or_path))
+    return os.fspath(name_or_path) if hub is None else hub[1]
+
+
+def _hub_name(name: str) -> "re.Match[str] | None":
+    """The repository, the revision and the GGUF file of a name on the Hub with an owner; None for other names."""
+    return None if os.path.exists(name) else _HUB_NAME.fullmatch(name)
 
 
 def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:

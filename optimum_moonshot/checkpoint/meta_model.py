@@ -16,7 +16,7 @@ from ..devices import default_device
 from ..errors import MoonshotError, Text, check_choice, check_path, reason, require
 from ..files import temporary_folder, writing
 from ..model.layers import find_blocks
-from .hub import HUB_OPTIONS, refuse_adapter
+from .hub import HUB_OPTIONS, find_checkpoint, refuse_adapter
 
 PLACES = ("disk", "cpu")  # of offloaded blocks: the checkpoint's files, or host memory
 
@@ -80,8 +80,10 @@ def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) ->
     config = name_or_config
     if not isinstance(config, PretrainedConfig):
         check_path("name_or_config", name_or_config)
-        with _explained(f"{name_or_config}: its config.json cannot be read", (OSError,)):
-            config = load_config(name_or_config, **options)
+        with _explained(f"{name_or_config}: its configuration cannot be read", (OSError,)):
+            name, options = find_checkpoint(name_or_config, {"dtype": dtype, **options})
+            dtype = options.pop("dtype")
+            config = load_config(name, **options)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     kind = kind or getattr(config, "dtype", None) or torch.float32
     with _explained(f"{name_or_config}: transformers cannot create its model"):

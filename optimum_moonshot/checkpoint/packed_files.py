@@ -5,7 +5,7 @@ format (packing/), in files of other names with a description (weight_files.py).
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -215,11 +215,19 @@ def _write_config(source: Path, target: Path, packed: bool) -> None:
     write_json(target / "config.json", config)
 
 
-def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | str = SHARD, **options: Any) -> None:
+def save_streamed(
+    model: Any,
+    folder: Path,
+    packed: bool,
+    others: Sequence[Callable[[], Tensors]] = (),
+    max_shard_size: int | str = SHARD,
+    **options: Any,
+) -> None:
     """Write a `PreTrainedModel` that is offloaded or packed in memory, block by block, into an empty folder.
 
     transformers would write it dense, and fails to merge tensors of a block that are in different files. Here, a file
-    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one.
+    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one; `others` return the tensors of further
+    files.
     """
     from transformers.core_model_loading import revert_weight_conversion  # late: quantizers import this package
 
@@ -236,7 +244,7 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
         model.save_pretrained(folder, state_dict={})  # all files but the weights
     tie_again(model)
     parts, packer = list(_parts(model, size)), Packer(model) if packed else None
-    writer = _Writer(folder, len(parts), packed)
+    writer = _Writer(folder, len(parts) + len(others), packed)
     for part in progress_bar(parts, shown=True, desc="writing", unit="file"):
         tensors, layers = Tensors(), Layers()
         for visit, names in part:  # packed before the next visit is onloaded
@@ -248,10 +256,12 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
                 layers |= entries
             tensors |= visited
         writer.write(tensors, layers, {"format": "pt"})
+    for other in others:
+        writer.write(other(), Layers(), {"format": "pt"})
     if packer is not None:
         packer.check()
         _write_config(folder, folder, packed)
-    count = {"total_parameters": model.num_parameters()} if len(parts) > 1 else {}  # as transformers writes it
+    count = {"total_parameters": model.num_parameters()} if writer.count > 1 else {}  # as transformers writes it
     writer.finish({"metadata": count})
 
 

@@ -13,6 +13,7 @@ from ..errors import require
 from ..reports.prune_report import PruneReport
 from ..reports.rotation_report import RotationReport
 from .hub import open_repository, upload
+from .origin import Origin
 from .saving import check_saving, save_model
 
 
@@ -22,12 +23,13 @@ def save_result(
     report: PruneReport | RotationReport,
     directory: str | os.PathLike[str],
     format: str | None,
+    origin: Origin,
     options: dict[str, Any],
 ) -> None:
     """As `save_model`; a model that is only rotated has the dense format."""
 
     def save() -> None:
-        save_model(model, processors, report, directory, _format(report, format), **options)
+        save_model(model, processors, report, directory, _format(report, format), origin=origin, **options)
 
     on_main_process(save)
 
@@ -57,6 +59,7 @@ def publish(
     report: PruneReport | RotationReport,
     repository: Repository,
     format: str | None,
+    origin: Origin,
     commit_message: str | None,
     options: dict[str, Any],
 ) -> str:
@@ -66,7 +69,7 @@ def publish(
     def upload_model() -> str:
         full = open_repository(**vars(repository))
         with tempfile.TemporaryDirectory() as folder:
-            save_model(model, processors, report, folder, format, name=full, **options)
+            save_model(model, processors, report, folder, format, full, origin, **options)
             return upload(folder, full, token=repository.token, commit_message=commit_message)
 
     return on_main_process(upload_model)

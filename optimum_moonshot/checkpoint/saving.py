@@ -19,6 +19,7 @@ from ..reports.rotation_report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .in_memory import is_packed, to_save
+from .origin import Origin, append_files
 from .packed_files import FORMATS, pack_files, save_streamed
 from .reload_check import check_reloads
 from .weight_files import EXPORT, stored_format
@@ -31,13 +32,15 @@ def save_model(
     directory: str | os.PathLike[str],
     format: str | None = None,
     name: str | None = None,
+    origin: Origin | None = None,
     **options: Any,
 ) -> None:
     """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
-    memory, the default `name` in the card the folder's; `options` are those of the model's `save_pretrained`.
-    `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
+    memory, the default `name` in the card the folder's. Weights that only the files of the model's `origin` contain are
+    copied. `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a
+    layer is no longer n:m.
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
@@ -49,7 +52,7 @@ def save_model(
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
-            _write_model(model, staging, format, **options)
+            _write_model(model, staging, format, origin or Origin(), report, **options)
         _save_processors(processors, staging)
         report.save(staging)
         name = name or Path(directory).resolve().name
@@ -59,10 +62,13 @@ def save_model(
             write_card(staging, report, Facts.gather(model, name, format))
 
 
-def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
+def _write_model(
+    model: Any, folder: Path, format: str, origin: Origin, report: PruneReport | RotationReport, **options: Any
+) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
+    unloaded = origin.parts(model, report, options.get("variant"))
     if is_offloaded(model):
-        save_streamed(model, folder, format == "packed", **options)
+        save_streamed(model, folder, format == "packed", unloaded, **options)
     else:
         try:
             model.save_pretrained(folder, **options)
@@ -72,8 +78,11 @@ def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
             message = f"it shares weights that its class does not declare as tied: {reason(error)}"
             hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
             raise MoonshotError(message, field="model", hint=hint) from error
+        append_files(folder, unloaded)
         if format == "packed":
             pack_files(folder, folder, model)
+    if origin.unloaded and not unloaded:
+        origin.withdraw_promise(folder)
     check_reloads(model, folder)
     if format == EXPORT:
         export_files(folder, folder, model)

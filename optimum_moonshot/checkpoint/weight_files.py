@@ -97,9 +97,7 @@ def index_path(folder: Path, packed: bool) -> Path:
 
 def weight_files(folder: Path, packed: bool) -> list[Path]:
     """The safetensors files of a checkpoint, in order; `MoonshotError` if any is missing, or the folder has others."""
-    weight_map = read_weight_map(folder, packed)
-    for name, file in weight_map.items():
-        require(os.path.isfile(folder / file), f"{folder}: {file} is missing, which holds {name}")
+    weight_map = check_index(folder, packed)
     listed = sorted(set(weight_map.values()))
     if packed:
         return [folder / file for file in listed]
@@ -114,6 +112,14 @@ def weight_files(folder: Path, packed: bool) -> list[Path]:
             hint="remove the files that do not belong to the model",
         )
     return [folder / file for file in listed or [_SINGLE]]
+
+
+def check_index(folder: Path, packed: bool) -> dict[str, str]:
+    """As `read_weight_map`; `MoonshotError` also if a file is missing."""
+    weight_map = read_weight_map(folder, packed)
+    for name, file in weight_map.items():
+        require(os.path.isfile(folder / file), f"{folder}: {file} is missing, which holds {name}")
+    return weight_map
 
 
 def read_weight_map(folder: Path, packed: bool) -> dict[str, str]:
@@ -181,6 +187,13 @@ def read_shapes(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]
         header = json.loads(file.read(length))
     metadata = header.pop("__metadata__", {})
     return metadata, {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def tensor_bytes(path: Path) -> int:
+    """The bytes of all tensors in a new safetensors file."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+    return path.stat().st_size - 8 - int(length)
 
 
 def sort_metadata(path: Path) -> None:

@@ -101,6 +101,11 @@ def _targets(model: nn.Module, stored: Iterable[str], state: dict[str, Any]) -> 
         yield name, Target(weight, pattern, by_pattern.get(pattern))
 
 
+def target_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """The name in the model under which transformers looks for every stored weight, found or not."""
+    return {name: target.weight for name, target in _targets(model, stored, model.state_dict())}
+
+
 def loaded_into(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """The name in `model.state_dict()` that every stored weight is loaded into, alone or merged with others."""
     stored = list(stored)

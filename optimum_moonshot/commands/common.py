@@ -125,10 +125,15 @@ def check_data(option: str, sources: list[str]) -> None:
 
 
 def check_source(name: str) -> None:
-    """Raise `UsageError` unless this is a folder, or possibly a name on the Hub."""
-    named = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
-    valid = Path(name).is_dir() or (named and not Path(name).exists())
+    """Raise `UsageError` unless this is a folder, a GGUF file, or possibly a name on the Hub."""
+    named = re.fullmatch(r"(hf://)?[\w.-]+/[\w.-]+(@[^/\s]+)?(/.+\.gguf)?", name) is not None
+    valid = Path(name).is_dir() or is_gguf(name) or (named and not Path(name).exists())
     expect(valid, f"{name}: not a folder, nor an owner/name on the Hub")
+
+
+def is_gguf(name: str) -> bool:
+    """Whether this is a GGUF file."""
+    return name.endswith(".gguf") and Path(name).is_file()
 
 
 def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:

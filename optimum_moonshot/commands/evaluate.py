@@ -223,21 +223,24 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     """Load a model, and its tokenizer or image processor; packed layers are loaded on the device."""
     from transformers import AutoModelForCausalLM
 
+    from ..checkpoint.hub import find_checkpoint
     from ..checkpoint.loading import load_pruned
     from ..checkpoint.meta_model import load_config, model_class
     from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord
 
-    config = load(lambda dtype, **kwargs: load_config(args.model, **kwargs), args)
+    name, shared = load(lambda dtype, **_: find_checkpoint(args.model, {"dtype": dtype, **remote_code(args)}), args)
+    dtype = shared.pop("dtype")
+    config = load(lambda **_: load_config(name, **shared), args)
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
     if args.runtime == "dense":
-        loader = (cls if images else AutoModelForCausalLM).from_pretrained
+        loader: Any = (cls if images else AutoModelForCausalLM).from_pretrained
     else:
         message = f"{args.model} is not pruned; leave the option out"
         expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)
         loader = partial(load_pruned, runtime=args.runtime, device_map=device)
-    model = load(lambda **kwargs: loader(args.model, **kwargs), args)
+    model = load(lambda **_: loader(name, dtype=dtype, **shared), args)
     if images:
-        return model, None, load_processor(model, args.model, **remote_code(args))
-    return model, load_tokenizer(args.model, **remote_code(args)), None
+        return model, None, load_processor(model, name, **shared)
+    return model, load_tokenizer(name, **shared), None

@@ -27,6 +27,7 @@ from .common import (
     expect,
     find_device,
     import_modules,
+    is_gguf,
     load,
     load_pruner,
     pruner_metric,
@@ -104,7 +105,8 @@ def _plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.dev
 
     check_source(args.model)
     options = {name: getattr(args, name) for name in _MEMORY_OPTIONS} | {"resume_dir": args.output + ".partial"}
-    if any(Path(args.model).glob("*.safetensors")) or any(Path(args.model).glob("*.bin")):
+    patterns = ("*.safetensors", "*.bin")
+    if is_gguf(args.model) or any(any(Path(args.model).glob(pattern)) for pattern in patterns):
         return load_pruner(args, config, device).plan(calibration, **options)
     options |= {"dtype": args.dtype, "offload": args.offload, **remote_code(args)}
     return load(lambda **_: MoonshotPruner.plan_for(args.model, config, **options), args)

@@ -103,7 +103,7 @@ class MoonshotQuantizer(HfQuantizer):
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
         if self.pruning is not None:
-            self._prepare_pruning(self.pruning, model)
+            self._prepare_pruning(self.pruning, model, checkpoint_files or [])
         elif not self.pre_quantized:
             PruningRecord.require_of(model)
         else:
@@ -166,8 +166,8 @@ class MoonshotQuantizer(HfQuantizer):
         others = paths.symmetric_difference(map(os.path.abspath, checked))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
-    def _prepare_pruning(self, config: MoonshotConfig, model: "PreTrainedModel") -> None:
-        from ..model.model_info import load_processor, load_tokenizer
+    def _prepare_pruning(self, config: MoonshotConfig, model: "PreTrainedModel", files: Sequence[str]) -> None:
+        from ..model.model_info import TOKENIZER_FILES, load_processor, load_tokenizer
 
         pruned = PruningRecord.of(model) is not None
         message = f"{model.name_or_path} is pruned already; load it without one"
@@ -177,6 +177,9 @@ class MoonshotQuantizer(HfQuantizer):
         hint = "such as MoonshotConfig(…, calibration='c4')"
         require(ready, text, field="calibration", value=None, hint=hint)
         name: Any = model.name_or_path
+        if files and os.path.isdir(name):  # a `subfolder` is not passed on
+            folder = Path(files[0]).parent
+            name = folder if any((folder / each).is_file() for each in TOKENIZER_FILES) else name
         self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:

@@ -152,6 +152,10 @@ class PrunableLayer(ABC):
         """The reason why the module cannot be pruned although its kind can; None if it can."""
         name, weight = type(self.module).__name__, self.module._parameters.get(self.key)
         if weight is None:
+            stored = (*self.module.parameters(recurse=False), *self.module.buffers(recurse=False))
+            codes = [each.dtype for each in stored if not each.is_floating_point() or each.dtype.itemsize == 1]
+            if codes:  # such as `weight_packed` of compressed-tensors
+                return f"quantized: {name}, {codes[0]}: load the model dequantized to prune it"
             return f"its weight is computed ({name}): remove the parametrization to prune it"
         plain = type(weight.data) is Tensor and weight.is_floating_point() and weight.dtype.itemsize > 1
         if not plain or weight.ndim != self.dimensions:

@@ -78,7 +78,9 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
             raise ValueError("it has no vocabulary")
         return tokenizer
     except Exception as error:  # a damaged file fails anywhere in two libraries
-        files = [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(name_or_path, name))]
+        folder = os.path.join(name_or_path, options.get("subfolder", ""))
+        names = [options["gguf_file"]] if "gguf_file" in options else TOKENIZER_FILES
+        files = [name for name in names if os.path.isfile(os.path.join(folder, name))]
         if files:
             raise MoonshotError(
                 f"{name_or_path}: its tokenizer ({', '.join(files)}) cannot be loaded ({reason(error)})",
@@ -97,6 +99,7 @@ def reads_images_and_text(model: nn.Module) -> bool:
 
 def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """The processor of a model that reads images, or images and text; None for other models, or if there is none."""
+    options.pop("gguf_file", None)  # which has none
     loaders: list[Any] = [AutoProcessor] if reads_images_and_text(model) else []
     for loader in [*loaders, AutoImageProcessor] if takes_images(model) else loaders:
         try:

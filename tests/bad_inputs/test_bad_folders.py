@@ -34,6 +34,12 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:100_000])
 
 
+def absent(folder):
+    (folder / "model.safetensors").unlink()
+    weight_map = {"lm_head.weight": "model-00001-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 MODELS = [
     (configured(quantization_config=GPTQ), MoonshotError, "its weights are quantized (gptq) and cannot be loaded"),
@@ -44,6 +50,7 @@ MODELS = [
     (configured(hidden_size=512, intermediate_size=64), MoonshotError, "cannot be loaded"),
     (configured(model_type="nothing"), MoonshotError, "does not recognize this architecture"),
     (cut, MoonshotError, "cannot be loaded (Error while deserializing header"),
+    (absent, MoonshotError, "model-00001-of-00002.safetensors is missing, which holds lm_head.weight"),
     (changed("config.json", "[]"), MoonshotError, "model: cannot be loaded ("),
     (changed("config.json", "{"), OSError, "is not a valid JSON file"),
     (changed("tokenizer.json", '{"broken"'), MoonshotError, "its tokenizer (tokenizer.json, tokenizer_"),

@@ -1,0 +1,244 @@
+"""What a model was loaded from: the quantization that transformers undid, and the weights that it did not load.
+
+FP8, MXFP4 and GGUF checkpoints become ordinary 16-bit models, but transformers would convert them back while saving.
+Weights for which a class has no modules (`mtp.*` of Qwen3-Next, layer 61 of DeepSeek-V3) are only in the files; other
+programs predict several tokens with them.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from ..errors import MoonshotError, require
+from ..files import read_json
+from ..reports.prune_report import PruneReport
+from ..reports.rotation_report import RotationReport
+from .weight_files import (
+    Tensors,
+    index_path,
+    is_packed_checkpoint,
+    new_names,
+    read_config,
+    read_header,
+    read_weight_map,
+    tensor_bytes,
+    weight_files,
+    write_json,
+)
+from .weight_names import target_names
+
+_SOURCE = "_moonshot_source"  # attribute of a model: the folder of its checkpoint
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_PROMISE = re.compile(r"(nextn|mtp)\w*_layers$")  # fields of config.json that count layers for multi-token prediction
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Origin:
+    """The checkpoint of a model, as far as its saved weights depend on it; empty for a model without one."""
+
+    dequantized: str = ""  # the quantization that transformers undid while loading
+    unloaded: dict[Path, list[str]] = field(default_factory=dict)  # file → weights that transformers does not load
+    whole: bool = True  # whether the class is that of config.json
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the loaded weights, if some are not
+
+    @property
+    def notes(self) -> list[str]:
+        """For the report of a run."""
+        undone = f"the weights were dequantized ({self.dequantized}) while the model was loaded; it is saved without"
+        return [f"{undone} quantization_config"] if self.dequantized else []
+
+    def parts(
+        self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None = None
+    ) -> list[Callable[[], Tensors]]:
+        """Functions that read the unloaded weights file by file, to save them too; none where they fit no longer.
+
+        Either is noted in the report.
+        """
+        obstacle = self._obstacle(model, report, variant) if self.unloaded else ""
+        entries = report.skipped if isinstance(report, PruneReport) else report.refused
+        fate = f"not saved: {obstacle}" if obstacle else "saved as it was"
+        groups = dict.fromkeys(_group(name) for names in self.unloaded.values() for name in names)
+        entries.update(dict.fromkeys(groups, f"transformers does not load it; {fate}"))
+        if obstacle:
+            _log.warning("not in the saved checkpoint: %s (%s)", ", ".join(groups), obstacle)
+        return [] if obstacle else [_reader(path, names) for path, names in self.unloaded.items()]
+
+    def _obstacle(self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None) -> str:
+        if not self.whole:
+            return "the model is a part of the one in the checkpoint"
+        rotation = report.rotation if isinstance(report, PruneReport) else report
+        if rotation is not None and rotation.rotated:
+            return "it reads hidden states in the basis before the rotation"
+        if _shapes(model) != self.shapes:
+            return "it does not fit the smaller model"
+        if variant:
+            return "a checkpoint with a variant has no place for it"
+        try:
+            for path, names in self.unloaded.items():
+                with safe_open(path, "pt") as file:
+                    if any(file.get_slice(name).get_dtype() not in _FLOATS for name in names):
+                        return "it is quantized, unlike the saved model"
+        except (OSError, SafetensorError):
+            return f"{path} has changed since the model was loaded"
+        return ""
+
+    def withdraw_promise(self, folder: Path) -> None:
+        """Set the numbers of layers for multi-token prediction in config.json, also in nested parts, to 0."""
+
+        def without(values: dict[str, Any]) -> dict[str, Any]:
+            zero = {name: 0 for name, value in values.items() if type(value) is int and _PROMISE.search(name)}
+            nested = {name: without(value) for name, value in values.items() if isinstance(value, dict)}
+            return {**values, **nested, **zero}
+
+        write_json(folder / "config.json", without(read_config(folder)))
+
+
+def take_over(model: nn.Module) -> Origin:
+    """The origin of a model that was just loaded; a dequantized one becomes ordinary, so that it can be saved.
+
+    Raises:
+        MoonshotError: it has weights of a quantizer that cannot save them.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return Origin()
+    method, patterns = _leave_quantizer(model), model._keys_to_ignore_on_load_unexpected
+    folder = _folder_of(model) if patterns else None
+    unloaded = {} if folder is None else _unloaded(model, folder, patterns or ())
+    if folder is None or not unloaded:
+        return Origin(method)
+    names = read_config(folder).get("architectures")
+    whole = not isinstance(names, list) or type(model).__name__ in names
+    return Origin(method, unloaded, whole, _shapes(model))
+
+
+def remember_source(model: nn.Module, name_or_path: str | os.PathLike[str], **hub: Any) -> None:
+    """Store the folder that a model was loaded from, which may be one in the Hub's cache."""
+    vars(model)[_SOURCE] = _folder(name_or_path, **hub)
+
+
+def _leave_quantizer(model: PreTrainedModel) -> str:
+    """Detach what a quantizer that has dequantized the weights left behind, and return its method; "" without one.
+
+    These are entries of the configuration, and conversions that would quantize the weights while saving.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        steps = (step for each in getattr(model, "_weight_conversions", None) or () for step in _operations(each))
+        quantizer = next((step.hf_quantizer for step in steps if getattr(step, "hf_quantizer", None)), None)
+        if quantizer is None:
+            return ""
+    elif quantizer.quantization_config.quant_method != "gguf" or getattr(quantizer, "packed_modules", None):
+        method = _method(quantizer)
+        message, hint = f"its weights are quantized ({method}), and {method} cannot save them", "load it dequantized"
+        require(quantizer.is_serializable(), message, field="model", hint=f"{hint}, or prune the original model")
+        return ""
+    vars(model)["_weight_conversions"] = None  # transformers then saves in the format of the class
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+                vars(part).pop(name, None)
+            for config in (part.config, part.config.get_text_config()):
+                for name in ("quantization_config", "_is_quantized"):
+                    vars(config).pop(name, None)
+    return _method(quantizer)
+
+
+def _operations(conversion: Any) -> Iterator[Any]:
+    yield from getattr(conversion, "operations", None) or ()
+
+
+def _method(quantizer: Any) -> str:
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _folder_of(model: PreTrainedModel) -> Path | None:
+    """The folder that a model was loaded from, by a call of this package or another; None if it is unknown."""
+    config: Any = model.config
+    known: Path | None = vars(model).get(_SOURCE)
+    return known or _folder(config.name_or_path, revision=getattr(config, "_commit_hash", None))
+
+
+def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> dict[Path, list[str]]:
+    """The weights in the files of a model that its class expects there, by these patterns, and has no modules for.
+
+    Others that match, such as GPT-NeoX's `attention.bias`, are former buffers of a module.
+    """
+    try:
+        files = _files_of_weights(folder)
+    except (MoonshotError, OSError):  # weights in another format
+        return {}
+    ignored, modules = re.compile("|".join(f"({pattern})" for pattern in patterns)), dict(model.named_modules())
+    unloaded: dict[Path, list[str]] = {}
+    for stored, name in target_names(model, files).items():
+        if ignored.search(name) and name.rpartition(".")[0] not in modules:
+            unloaded.setdefault(files[stored], []).append(stored)
+    return unloaded
+
+
+def _files_of_weights(folder: Path) -> dict[str, Path]:
+    """The file of every tensor in a checkpoint."""
+    packed = is_packed_checkpoint(folder)
+    files, weight_map = weight_files(folder, packed), read_weight_map(folder, packed)
+    if weight_map:
+        return {name: folder / file for name, file in weight_map.items()}
+    return {name: path for path in files for name in sorted(read_header(path)[1])}
+
+
+def _folder(name_or_path: str | os.PathLike[str], **hub: Any) -> Path | None:
+    """The folder of a checkpoint, in the cache for one of the Hub; None if it is neither."""
+    kinds = ("gated_repo", "missing_entries", "connection_errors")
+    silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    try:
+        path = cached_file(name_or_path, "config.json", **{**hub, **silent, "local_files_only": True})
+    except (OSError, ValueError):  # not a name
+        return None
+    return None if path is None else Path(path).parent
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _group(stored: str) -> str:
+    """The layer of an unloaded weight, for messages: "model.layers.61", "mtp.layers.0", "mtp"."""
+    numbered = re.match(r".*?\.\d+(?=\.)", stored)
+    return numbered[0] if numbered else stored.partition(".")[0]
+
+
+def _reader(path: Path, names: list[str]) -> Callable[[], Tensors]:
+    def read() -> Tensors:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+
+    return read
+
+
+def append_files(folder: Path, parts: list[Callable[[], Tensors]]) -> None:
+    """Add weight files to a dense checkpoint, one of them in memory at a time, and write its index."""
+    if not parts:
+        return
+    files, weight_map = weight_files(folder, False), _files_of_weights(folder)
+    index = {} if not index_path(folder, False).exists() else read_json(index_path(folder, False))
+    names = new_names(len(files) + len(parts), False)
+    renamed = dict(zip(files, names, strict=False))
+    entries = {stored: renamed[path] for stored, path in weight_map.items()}
+    for path, name in renamed.items():
+        os.replace(path, folder / name)
+    for part, name in zip(parts, names[len(files) :], strict=True):
+        tensors = part()
+        save_file(tensors, folder / name, {"format": "pt"})
+        entries |= dict.fromkeys(tensors, name)
+    metadata = {**index.get("metadata", {}), "total_size": sum(tensor_bytes(folder / name) for name in names)}
+    write_json(index_path(folder, False), {"metadata": metadata, "weight_map": dict(sorted(entries.items()))})
