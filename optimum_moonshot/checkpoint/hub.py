@@ -1,20 +1,24 @@
 """Download checkpoints from the Hub, and publish a saved one in a single commit."""
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
+from huggingface_hub.hf_api import RepoFile
 
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, Option, Text, reason, require
 from ..files import WEIGHT_FILES
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 # Weights in other files than safetensors, and models of other libraries.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
+_log = logging.getLogger(__name__)
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 
 
@@ -30,6 +34,30 @@ def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hu
         return Path(snapshot_download(str(name_or_path), ignore_patterns=ignored, allow_patterns=allowed, **hub))
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
         raise MoonshotError(f"{name_or_path} is neither a folder nor a readable repository: {error}") from error
+
+
+def download_others(
+    name: str, wanted: Callable[[str, int], bool], revision: str | None = None, cache_dir: Any = None, **hub: Any
+) -> Path | None:
+    """The folder in the cache of a repository that a model was loaded from, with `HUB_OPTIONS`; None if there is none.
+
+    The files of the loaded commit of which `wanted(path, bytes)` is true are downloaded. If they cannot be, those in
+    the cache have to do, with a log message, so that saving a model does not depend on the network.
+    """
+    try:
+        cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
+        if not isinstance(cached, str):
+            return None
+        commit = Path(cached).parent.name
+        if not hub.get("local_files_only"):
+            tree = HfApi(token=hub.get("token")).list_repo_tree(name, revision=commit, recursive=True)
+            names = [escape(file.path) for file in tree if isinstance(file, RepoFile) and wanted(file.path, file.size)]
+            snapshot_download(name, revision=commit, cache_dir=cache_dir, allow_patterns=names, **hub)
+    except HFValidationError:  # a folder that is gone
+        return None
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        _log.warning("%s: of its other files, only those in the cache are copied: %s", name, reason(error))
+    return Path(cached).parent
 
 
 def open_repository(
