@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .checkpoint.hub import HUB_OPTIONS
 from .checkpoint.in_memory import to_runtime
 from .checkpoint.origin import take_over
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
+from .checkpoint.side_files import SideFiles
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled
@@ -75,6 +77,7 @@ class MoonshotPruner:
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
         self.rotation: RotationReport | None = None  # of `rotate`
         self._sweep: Sweep | None = None
+        self._hub: dict[str, Any] = {}  # options with which the model was loaded from the Hub
         self._discards: list[Callable[[], None]] = []  # delete the files of runs, once the model is saved
 
     def __repr__(self) -> str:
@@ -111,7 +114,9 @@ class MoonshotPruner:
         if not isinstance(method, MoonshotConfig):
             raise MoonshotError(f"config is a {type(method).__name__}: give a MoonshotConfig")
         model, tokenizer, processor = load_dense(name_or_path, model_kwargs, offload, method.offload_dir)
-        return cls(model, method, tokenizer, processor)
+        pruner = cls(model, method, tokenizer, processor)
+        pruner._hub = {name: model_kwargs[name] for name in HUB_OPTIONS if name in model_kwargs}
+        return pruner
 
     def _run(
         self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool, **folders: Any
@@ -487,6 +492,7 @@ class MoonshotPruner:
     def save_pretrained(self, directory: str | os.PathLike[str], format: str | None = None, **options: Any) -> None:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
 
+        Files beside the weights that the model was loaded from are copied, so that the folder works where that one did.
         The files appear in `directory` all at once, and replace weights of another model there. The first of several
         processes writes them; the others wait.
 
@@ -504,9 +510,7 @@ class MoonshotPruner:
                 no longer n:m, or no longer on its grid.
         """
         check_idle(self.model, "save_pretrained")
-        save_result(
-            self.model, (self.tokenizer, self.processor), self._result(), directory, format, self._origin, options
-        )
+        save_result(self.model, self._companions(), self._result(), directory, format, self._origin, options)
         self._discard_results()
 
     def push_to_hub(
@@ -539,11 +543,15 @@ class MoonshotPruner:
                 connection broke; nothing is published then.
         """
         check_idle(self.model, "push_to_hub")
-        processors, repository = (self.tokenizer, self.processor), Repository(repo_id, private, token, exist_ok)
-        result, origin = self._result(), self._origin
-        address = publish(self.model, processors, result, repository, format, origin, commit_message, options)
+        repository, origin = Repository(repo_id, private, token, exist_ok), self._origin
+        result, companions = self._result(), self._companions()
+        address = publish(self.model, companions, result, repository, format, origin, commit_message, options)
         self._discard_results()
         return address
+
+    def _companions(self) -> tuple[Any, ...]:
+        """What is saved with the model."""
+        return self.tokenizer, self.processor, SideFiles(self.model, self._hub)
 
     def _swept(self) -> Sweep:
         if self._sweep is None:

@@ -1,21 +1,24 @@
 """Download checkpoints from the Hub, and publish a saved one in a single commit."""
 
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
+from huggingface_hub.hf_api import RepoFile
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, Option, Text, reason, require
 from ..files import WEIGHT_FILES
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
@@ -25,6 +28,7 @@ _HUB_NAME = re.compile(r"(?:hf://)?([^/@\s]+/[^/@\s]+)(?:@([^/\s]+))?(?:/(.+\.gg
 # Weights in other files than safetensors, and models of other libraries.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+_log = logging.getLogger(__name__)
 
 
 def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -96,6 +100,30 @@ def refuse_adapter(name_or_path: str | os.PathLike[str], folder: str | os.PathLi
         merge = "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(folder)"
         hint = f"merge the two, and give the result: {merge}"
         raise MoonshotError(message, hint=hint)
+
+
+def download_others(
+    name: str, wanted: Callable[[str, int], bool], revision: str | None = None, cache_dir: Any = None, **hub: Any
+) -> Path | None:
+    """The folder in the cache of a repository that a model was loaded from, with `HUB_OPTIONS`; None if there is none.
+
+    The files of the loaded commit of which `wanted(path, bytes)` is true are downloaded. If they cannot be, those in
+    the cache have to do, with a log message, so that saving a model does not depend on the network.
+    """
+    try:
+        cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
+        if not isinstance(cached, str):
+            return None
+        commit = Path(cached).parent.name
+        if not hub.get("local_files_only"):
+            tree = HfApi(token=hub.get("token")).list_repo_tree(name, revision=commit, recursive=True)
+            names = [escape(file.path) for file in tree if isinstance(file, RepoFile) and wanted(file.path, file.size)]
+            snapshot_download(name, revision=commit, cache_dir=cache_dir, allow_patterns=names, **hub)
+    except HFValidationError:  # a folder that is gone
+        return None
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        _log.warning("%s: of its other files, only those in the cache are copied: %s", name, reason(error))
+    return Path(cached).parent
 
 
 def open_repository(

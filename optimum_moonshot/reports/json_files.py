@@ -7,13 +7,19 @@ import os
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ..errors import MoonshotError, check_path, require
+from ..errors import MAX_INT, MoonshotError, check_path, require
 from ..files import read_json, replace_file
 
 Report = TypeVar("Report")
-_hints = functools.cache(get_type_hints)  # of a class; a report has one object per layer
+# Numbers with their least and largest value; a plain float may be NaN or infinite, as losses can be.
+Fraction = Annotated[float, 0, 1]
+Amount = Annotated[float, 0, float(MAX_INT)]
+Count = Annotated[int, 0, MAX_INT]
+Size = Annotated[int, 1, MAX_INT]
+# Of a class; a report has one object per layer.
+_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 _NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
 
 
@@ -69,17 +75,25 @@ def check_fields(cls: Any, values: Any, where: str = "") -> None:
     for name in sorted(required - set(values)):
         raise MoonshotError(f"{prefix}{name} is missing")
     for name, value in values.items():
-        require(name in hints or is_typeddict(cls), f"{prefix}{name} is an unknown field")
+        unknown = name if name.isidentifier() else repr(name)
+        require(name in hints or is_typeddict(cls), f"{prefix}{unknown} is an unknown field")
         check_value(hints.get(name, Any), value, prefix + name)
 
 
 def check_value(hint: Any, value: Any, where: str) -> None:
     """Check that a value, as JSON types, has the type of an annotation; `where` is its name in messages.
 
-    The annotation is a plain type, a union, a list, tuple or dict of such, or a class with fields.
+    The annotation is a plain type, one with bounds, literals, a union, a list, tuple or dict of such, or a class with
+    fields.
     """
     origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
+    if origin is Annotated:
+        check_value(inner[0], value, where)
+        least, largest = inner[1:]
+        require(least <= value <= largest, f"must be from {least} to {largest}", field=where, value=value)
+    elif origin is Literal:
+        require(value in inner, f"must be one of {', '.join(inner)}", field=where, value=value)
+    elif origin in (Union, types.UnionType):
         kinds = [kind for kind in inner if kind is not type(None)]
         if value is not None or len(kinds) == len(inner):
             check_value(kinds[0], value, where)
@@ -99,3 +113,5 @@ def check_value(hint: Any, value: Any, where: str) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         good = number if hint is float else isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         require(good, f"must be a {_NAMES.get(hint, hint.__name__)}", field=where, value=value)
+        fits = not isinstance(value, int) or abs(value) <= MAX_INT
+        require(fits, f"must be at most {MAX_INT}", field=where, value=value)

@@ -31,9 +31,9 @@ def plot_report(report: PruneReport) -> Figure:
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2, "alpha": 0.85}
         indices = [index for index, _ in layers]
-        axes[0].plot(indices, [layer.sparsity for _, layer in layers], label=kind, **style)
+        axes[0].plot(indices, [layer.sparsity for _, layer in layers], label=_plain(kind), **style)
         if measured:
-            axes[1].plot(indices, [layer.loss for _, layer in layers], **style)
+            axes[1].plot(indices, [_drawn(layer.loss) for _, layer in layers], **style)
     targets = {layer.target_sparsity for layer in report.layers}
     target = targets.pop() if len(targets) == 1 else None
     if target is not None:
@@ -43,8 +43,9 @@ def plot_report(report: PruneReport) -> Figure:
     axes[0].yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     if measured:
         axes[1].set(title="Loss of every pruned layer (0: dense, 1: layer removed)", ylabel="$L_λ$, relative")
-        losses = [layer.loss for layer in report.layers if layer.loss is not None]
-        axes[1].set_yscale("log" if min(losses) > 0 and max(losses) > 20 * min(losses) else "linear")
+        losses = [loss for loss in (_drawn(layer.loss) for layer in report.layers) if math.isfinite(loss)]
+        log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
+        axes[1].set_yscale("log" if log else "linear")
     axes[-1].set(xlabel="block, in the model's order")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in axes:
@@ -71,7 +72,7 @@ def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> No
     for axes, values in zip(panels, (metrics, changes), strict=False):
         for number, (pattern, sparsity) in enumerate(settings):
             points = sorted((lam, m) for (p, s, lam), m in values.items() if (p, s) == (pattern, sparsity))
-            line = _line(axes, points, label(pattern, sparsity), number)
+            line = _line(axes, points, _plain(label(pattern, sparsity)), number)
             _mark(axes, [point for point in points if point[0] in (0.0, 1.0)], "o", 110, line)
             best = choice(reports, pattern, sparsity)
             _mark(axes, [point for point in points if point[0] == best], "*", 170, line, filled=True)
@@ -83,7 +84,7 @@ def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> No
 
 def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
     """Plot the metric against unstructured sparsity, for the best λ of each and the single-objective baseline."""
-    solver, single = reports[0].solver, baseline_lam(reports[0].solver)
+    solver, single = _plain(reports[0].solver), baseline_lam(reports[0].solver)
     sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
     best = {s: choice(reports, "unstructured", s) for s in sparsities}
     shown: dict[str, Mapping[float, float | None]] = {
@@ -111,6 +112,17 @@ def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> 
     _finish(figure, panels, reports, path, None)
 
 
+def _plain(text: str, most: int = 60) -> str:
+    """Text of any file that is drawn as it is, cut: a dollar would start a formula, lone surrogates have no glyph."""
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
+
+
+def _drawn(value: float | None) -> float:
+    """A value that axes can have: they overflow near the largest numbers. NaN, which is not drawn, for others."""
+    return value if value is not None and abs(value) < 1e100 else math.nan
+
+
 def _changes(reports: Sequence[Swept]) -> dict[tuple[str, float, float], Mean]:
     """(pattern, sparsity, λ) → the metric's change in percent from the baseline's λ of the same seed.
 
@@ -130,7 +142,7 @@ def _panels(reports: Sequence[Swept], relative: bool) -> tuple[Figure, list[Any]
     """Axes for the metric, and with `relative` others for its changes."""
     figure = Figure(figsize=(9.5 if relative else 7, 4.6), layout="constrained")
     panels = list(figure.subplots(1, 1 + relative, squeeze=False)[0])
-    panels[0].set_ylabel(reports[0].metric)
+    panels[0].set_ylabel(_plain(reports[0].metric))
     panels[-1].grid(alpha=0.3)
     panels[0].grid(alpha=0.3)
     if relative:
@@ -141,11 +153,11 @@ def _panels(reports: Sequence[Swept], relative: bool) -> tuple[Figure, list[Any]
 def _line(axes: Any, points: Iterable[Point], name: str, number: int) -> str:
     """Draw a line with error bars, and a cross at the upper edge for values that are not finite; return its colour."""
     points, color = list(points), COLORS[number % len(COLORS)]
-    drawn = [(x, m) for x, m in points if math.isfinite(m.value)]
+    drawn = [(x, m) for x, m in points if math.isfinite(_drawn(m.value))]
     xs, ys, errors = [x for x, _ in drawn], [m.value for _, m in drawn], [m.error for _, m in drawn]
     style = {"marker": MARKERS[number % len(MARKERS)], "markersize": 5, "capsize": 3, "color": color}
     axes.errorbar(xs, ys, yerr=errors if any(errors) else None, label=name, **style)
-    for x in (x for x, m in points if not math.isfinite(m.value)):
+    for x in (x for x, m in points if not math.isfinite(_drawn(m.value))):
         labelled = "not finite" in axes.get_legend_handles_labels()[1]
         edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5, "linestyle": "none"}
         axes.plot([x], [1.0], marker="x", color="grey", label=None if labelled else "not finite", **edge)
@@ -173,7 +185,7 @@ def _finish(
     elif values and reports[0].metric.startswith("accuracy") and max(values) <= 1:
         panels[0].yaxis.set_major_formatter(PercentFormatter(1))
     seeds = f", mean ± standard error of {len(reports)} seeds" if len(reports) > 1 else ""
-    figure.suptitle(f"{reports[0].solver}{seeds}", fontsize=11)
+    figure.suptitle(f"{_plain(reports[0].solver)}{seeds}", fontsize=11)
     handles, names = panels[0].get_legend_handles_labels()
     columns = min(len(names), 4 if max(map(len, names)) > 14 else 7)
     figure.legend(handles, names, title=title, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)

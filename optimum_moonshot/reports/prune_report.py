@@ -5,11 +5,11 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ..errors import require
 from ..objective.quadratic import RelativeLoss
-from .json_files import check_fields, check_value, load_json, save_json, with_tuples
+from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json, with_tuples
 from .measurement import Measured
 from .rotation_report import RotationReport
 from .shrink_report import ShrinkReport
@@ -54,25 +54,25 @@ class LayerReport:
     """
 
     name: str
-    shape: tuple[int, int]  # d_out, d_in; of a mixture the number of experts before, and the weights of one
-    lam: float | None  # λ of the layer; None without calibration data
-    sparsity: float  # fraction of zeros in the model's dtype; of a mixture the fraction of removed experts
+    shape: tuple[Size, Size]  # d_out, d_in; of a mixture the number of experts before, and the weights of one
+    lam: Fraction | None  # λ of the layer; None without calibration data
+    sparsity: Fraction  # fraction of zeros in the model's dtype; of a mixture the fraction of removed experts
     reconstruction: float | None = None  # L_R(W)/L_R(0)
     reconstruction_masked: float | None = None
     fisher: float | None = None  # L_F(W)/L_F(0)
     fisher_masked: float | None = None
     loss: float | None = None  # L_λ(W)
     loss_masked: float | None = None
-    damping: float = 0.0
-    seconds: float = 0.0  # in the solver
-    peak_memory: int = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
+    damping: Amount = 0.0
+    seconds: Amount = 0.0  # in the solver
+    peak_memory: Count = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
     notes: tuple[str, ...] = ()
-    target_sparsity: float | None = None  # of the layer's pattern
-    zeros_before: int = 0  # zeros of the weight before the run, all of which remain
-    bits: int | None = None  # of a surviving weight, if they are quantized
-    packed_bytes: int | None = None  # of the weight in a packed checkpoint
+    target_sparsity: Fraction | None = None  # of the layer's pattern
+    zeros_before: Count = 0  # zeros of the weight before the run, all of which remain
+    bits: Size | None = None  # of a surviving weight, if they are quantized
+    packed_bytes: Count | None = None  # of the weight in a packed checkpoint
     experts: ExpertChoice | None = None  # of a mixture with fewer experts
-    expert_targets: tuple[float, float] | None = None  # minimum and maximum, if each expert has its own
+    expert_targets: tuple[Fraction, Fraction] | None = None  # minimum and maximum, if each expert has its own
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
@@ -105,8 +105,8 @@ class BlockReport:
     name: str
     loss_before: float  # with the pruned weights
     loss_after: float  # with the recovered ones in the model's dtype; never more than before
-    steps: int
-    seconds: float
+    steps: Count
+    seconds: Amount
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
@@ -131,6 +131,35 @@ class _Evaluation(TypedDict):
     settings: dict[str, Any]
 
 
+class _Settings(TypedDict):
+    """The fields of `PruneReport.config` that cards and tables show."""
+
+    solver: str
+    pattern: str
+    sparsity: float | None
+    fisher: str
+    damping: float | None
+    seed: int
+
+
+class _LaterSettings(_Settings, total=False):
+    """Those that reports of early releases lack."""
+
+    solver_options: dict[str, Any]
+    quant_group: int
+    recover: Literal["blockwise", "gradual", "distill"] | None
+    recover_steps: Count | None
+
+
+class _Calibration(TypedDict):
+    """The fields of `PruneReport.calibration` that cards show."""
+
+    source: str
+    num_samples: int
+    sequence_length: int | None
+    digest: str
+
+
 class _Compaction(TypedDict):
     """The fields of `PruneReport.compaction` that a table shows."""
 
@@ -147,17 +176,17 @@ class PruneReport:
     layers: list[LayerReport]
     skipped: dict[str, str]  # left dense, with the reason
     calibration: dict[str, Any] | None  # source, num_samples, sequence_length, digest, notes
-    seconds: dict[str, float]  # calibration, solver, recovery (where there was one), total
-    peak_memory: int  # bytes
+    seconds: dict[str, Amount]  # calibration, solver, recovery (where there was one), total
+    peak_memory: Count  # bytes
     versions: dict[str, str]
-    parameters: int  # of the whole dense model, shared ones once
+    parameters: Size  # of the whole dense model, shared ones once
     notes: list[str] = dataclasses.field(default_factory=list)
     evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
     compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
     rotation: RotationReport | None = None  # None without one
     shrink: ShrinkReport | None = None  # the decision, of a model that was made smaller to a target
-    other_bytes: int | None = None  # of the parameters that are not in pruned layers
+    other_bytes: Count | None = None  # of the parameters that are not in pruned layers
 
     @property
     def quantized(self) -> bool:
@@ -348,10 +377,10 @@ class PruneReport:
         values = {name: value for name, value in values.items() if name not in _DERIVED}
         check_fields(cls, values)
         check_value(dict[str, _Evaluation], values.get("evaluations", {}), "evaluations")
-        if values.get("compaction") is not None:
-            check_fields(_Compaction, values["compaction"], "compaction")
+        check_value(_Calibration | None, values["calibration"], "calibration")
+        check_value(_Compaction | None, values.get("compaction"), "compaction")
+        check_fields(_LaterSettings, values["config"], "config")
         require(len(values["layers"]) > 0, "layers: must not be empty")
-        require(values["parameters"] > 0, "must be positive", field="parameters", value=values["parameters"])
         values["layers"] = [LayerReport.from_dict(layer) for layer in values["layers"]]
         values["recovery"] = [BlockReport.from_dict(block) for block in values.get("recovery", ())]
         rotation = values.get("rotation")

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from .json_files import check_fields, load_json, save_json, with_tuples
+from .json_files import Amount, Count, check_fields, load_json, save_json, with_tuples
 
 ROTATION_NAME = "moonshot_rotation.json"
 
@@ -22,10 +22,10 @@ class RotationReport:
     objective_before: float
     objective_learned: float  # before the channel permutations
     objective_after: float  # never more than before
-    steps: int
-    seconds: float
+    steps: Count
+    seconds: Amount
     weighted: str  # "fisher": by each matrix's absolute Fisher loss; "equal"
-    untied_bytes: int  # of a head that was tied to the embeddings
+    untied_bytes: Count  # of a head that was tied to the embeddings
     rotated: bool = True  # False if no basis is better than the original
     notes: tuple[str, ...] = ()
     permuted: dict[str, int] = dataclasses.field(default_factory=dict)  # name → number of permuted channels

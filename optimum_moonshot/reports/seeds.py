@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import require
+from .json_files import Amount, Fraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +17,11 @@ class SweepEntry:
     """One variant: pattern, sparsity and λ, with its measurements."""
 
     pattern: str
-    sparsity: float
-    lam: float
+    sparsity: Fraction
+    lam: Fraction
     metric: float
     loss: float  # mean over the layers of L_λ(W), 0 dense to 1 empty
-    seconds: float  # of solving and measuring
+    seconds: Amount  # of solving and measuring
 
 
 class Swept(Protocol):
@@ -63,6 +64,8 @@ def means(reports: Sequence[Swept]) -> dict[tuple[str, float, float], Mean]:
 def mean(values: Sequence[float]) -> Mean:
     """Mean and standard error."""
     values = list(values)
+    if not all(abs(value) < 1e150 for value in values):  # whose squares overflow, or NaN
+        return Mean(sum(values) / len(values), math.nan if len(values) > 1 else 0.0)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return Mean(statistics.fmean(values), error)
 

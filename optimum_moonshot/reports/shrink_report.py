@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .json_files import check_fields, with_tuples
+from .json_files import Size, check_fields, with_tuples
 from .tables import text_table
 
 
@@ -38,7 +38,7 @@ class ShrinkReport:
     widths: dict[str, tuple[int, int]]  # name → neurons or heads of a block before and after
     considered: tuple[Candidate, ...]  # the best of each set of dimensions that reach the budget
     measured: dict[str, float]  # every measurement, by its name
-    parameters: tuple[int, int]  # before and after
+    parameters: tuple[Size, Size]  # before and after
     bytes: tuple[int, int]  # of the parameters
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # part that cannot leave → reason
     hidden_size: tuple[int, int] | None = None  # before and after, if it changes

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import Option, Text, require
 from ..files import staged
-from .json_files import check_fields, load_json, save_json
+from .json_files import Amount, check_fields, check_value, load_json, save_json
 from .seeds import SweepEntry, cells, choice, heading, label, table
 from .tables import html_table
 
@@ -33,7 +33,7 @@ class SweepReport:
     entries: list[SweepEntry]
     config: dict[str, Any]  # the settings common to all variants
     calibration: dict[str, Any] | None
-    seconds: dict[str, float]  # calibration, variants, total
+    seconds: dict[str, Amount]  # calibration, variants, total
     versions: dict[str, str]
 
     def settings(self) -> list[tuple[str, float]]:
@@ -95,7 +95,12 @@ class SweepReport:
         require(isinstance(values.get("entries"), list), "must be a list", field="entries", value=values.get("entries"))
         values = {**_with_nan(values, "dense"), "entries": [_with_nan(e, "metric", "loss") for e in values["entries"]]}
         check_fields(cls, values)
-        return cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
+        check_value(int, values["config"].get("seed"), "config.seed")
+        report = cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
+        variants = {(*setting, entry.lam) for setting in report.settings() for entry in report.entries}
+        complete = {(entry.pattern, entry.sparsity, entry.lam) for entry in report.entries} == variants
+        require(complete, "entries: must have every λ of every pattern and sparsity")
+        return report
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SweepReport:
@@ -140,7 +145,7 @@ def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> 
 
 
 def _write_all(reports: Sequence[SweepReport], folder: Path) -> None:
-    with open(folder / "sweep.csv", "w", newline="", encoding="utf-8") as file:
+    with open(folder / "sweep.csv", "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         fields = [field.name for field in dataclasses.fields(SweepEntry)]
         writer = csv.DictWriter(file, ["solver", "seed", *fields])
         writer.writeheader()

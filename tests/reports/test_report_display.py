@@ -22,8 +22,8 @@ def make_report(count=3, **changes):
     layers = [
         LayerReport(f"model.layers.{number}.up", (4, 8), 0.9, 0.5, *[0.1] * 6, damping=0.01) for number in range(count)
     ]
-    values = dict(config={}, skipped={"head": "not selected"}, calibration=None, versions={}, peak_memory=2**30)
-    values["parameters"] = 96
+    values = dict(skipped={"head": "not selected"}, calibration=None, versions={}, peak_memory=2**30, parameters=96)
+    values["config"] = MoonshotConfig(pattern="2:4").to_dict()
     return PruneReport(layers=layers, seconds={"solver": 1.0, "total": 2.5}, **{**values, **changes})
 
 
