@@ -15,6 +15,7 @@ from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .config import MoonshotConfig
 from .errors import MoonshotError, require
+from .model.losses import default_loss
 from .pipeline.run_context import check_not_applied, run_context
 from .pipeline.selection import Subject
 from .planning.build_spec import MachineMemory
@@ -105,6 +106,7 @@ class MoonshotPruner:
     def _run(
         self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool
     ) -> AbstractContextManager[Subject]:
+        loss = default_loss(self.model, self.config.seed) if loss is None else loss
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
         return run_context(subject, self.config.offload_dir, forward, call)
 
