@@ -29,9 +29,9 @@ class EvalReport:
     model: str
     perplexity: dict[str, Perplexity] = dataclasses.field(default_factory=dict)
     accuracy: dict[str, Accuracy] = dataclasses.field(default_factory=dict)
-    agreement: dict[str, Agreement] = dataclasses.field(default_factory=dict)
     zero_shot: ZeroShot | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=versions)
+    agreement: dict[str, Agreement] = dataclasses.field(default_factory=dict)
 
     def add(self, result: Perplexity | Accuracy | Agreement | ZeroShot) -> None:
         if isinstance(result, ZeroShot):

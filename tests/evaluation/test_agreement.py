@@ -74,6 +74,10 @@ def test_pooling_of_the_checkpoint_images_and_model_inputs(tmp_path, tokenizer):
     copied = pruned(dense)
     copied.name_or_path = str(tmp_path / "without modules.json")
     assert agreement(copied, dense, batches).value == result.value
+    report = EvalReport("m")
+    report.add(result)
+    report.save(tmp_path / "result.json")
+    assert EvalReport.load(tmp_path / "result.json").agreement == {result.dataset: result}
     vit = make("vit").vit
     assert 0 < agreement(pruned(vit), vit, image_batches()).value < 1
 
