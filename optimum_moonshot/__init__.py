@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config import MoonshotConfig as MoonshotConfig
     from .data.self_calibration import SelfCalibration as SelfCalibration
     from .errors import MoonshotError as MoonshotError
+    from .evaluation.agreement import agreement as agreement
     from .evaluation.images import accuracy as accuracy
     from .evaluation.text import perplexity as perplexity
     from .evaluation.zeroshot import zero_shot as zero_shot
@@ -48,6 +49,7 @@ _MODULES = {
     "SweepReport": "reports.sweep_report",
     "Verification": "checkpoint.verification",
     "accuracy": "evaluation.images",
+    "agreement": "evaluation.agreement",
     "compact_model": "model.compaction",
     "convert": "checkpoint.converting",
     "keep_sparsity": "masks",

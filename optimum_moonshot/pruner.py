@@ -19,6 +19,7 @@ from .checkpoint.side_files import SideFiles
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled
+from .model.losses import default_loss
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
 from .planning.build_spec import MachineMemory
@@ -124,6 +125,7 @@ class MoonshotPruner:
         for name, folder in folders.items():
             if folder is not None:
                 check_path(name, folder)
+        loss = default_loss(self.model, self.config.seed) if loss is None else loss
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
         return run_context(subject, self.config.offload_dir, forward, call)
 

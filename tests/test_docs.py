@@ -24,7 +24,7 @@ LONG = {
     f"docs/{name}.md"
     for name in (
         *("mixtures", "distributed", "choosing", "recovery", "language-models", "neurons-and-heads"),
-        *("rotation", "evaluation", "shrink"),
+        *("rotation", "evaluation", "shrink", "embedding-models"),
     )
 }
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")

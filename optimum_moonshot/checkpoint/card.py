@@ -20,6 +20,7 @@ from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
 from ..reports.by_kind import PLOT_NAME, by_kind
+from ..reports.measurement import data_name
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from ..reports.rotation_report import ROTATION_NAME, RotationReport
@@ -199,7 +200,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         skipped=skipped[:20] + more,
         evaluations=[
             (
-                escaped(f"{values['metric']} on {name}"),
+                escaped(f"{values['metric']} on {data_name(name, values['metric'])}"),
                 "" if values["dense"] is None else _short(values["dense"]),
                 _short(values["pruned"]),
             )
@@ -249,8 +250,8 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
     return [
         EvalResult(
             task_type=_auto_class(facts.architecture)[1] or "other",
-            dataset_type=name,
-            dataset_name=name,
+            dataset_type=data_name(name, values["metric"]),
+            dataset_name=data_name(name, values["metric"]),
             metric_type=values["metric"],
             metric_name=f"{values['metric']}, {when}",
             metric_value=values[state],

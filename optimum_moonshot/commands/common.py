@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import MoonshotConfig
+    from ..evaluation.agreement import Embeddings
     from ..pruner import MoonshotPruner
 
 IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
@@ -164,11 +165,11 @@ def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "tor
 
 @dataclass(frozen=True)
 class Metric:
-    """Accuracy, higher is better, or perplexity."""
+    """Accuracy or agreement with the dense model, higher is better, or perplexity."""
 
     name: str
     format: str  # the format specification of its values
-    measure: Callable[[str], Any]  # name of a data set → `Perplexity` or `Accuracy`
+    measure: Callable[[str], Any]  # name of a data set → `Perplexity`, `Accuracy` or `Agreement`
 
     def changes(
         self, before: dict[str, Any], record: Callable[[Any, Any], object] = lambda after, before: None
@@ -194,15 +195,29 @@ def make_metric(
     batch_size: int,
     limit: int | None = None,
     bos: bool | None = None,
+    dense: "dict[str, Embeddings] | None" = None,
 ) -> Metric:
-    """Accuracy for image models, perplexity for the others; `limit` selects the first windows or images.
+    """Agreement for models without a head, accuracy for image models, perplexity for the others.
 
-    `bos` is that of `perplexity`.
+    `limit` selects the first windows, images or texts, and `bos` is that of `perplexity`. An agreement is with the
+    embeddings of a data set in `dense`, else with those that are measured first.
     """
     from .. import accuracy, perplexity
+    from ..evaluation.agreement import Agreement, embeddings
+    from ..model.embeddings import has_head
     from ..model.model_info import takes_images
 
     options: dict[str, Any] = {"batch_size": batch_size, "progress": True}
+    if not has_head(type(model)):
+        options |= {"sequence_length": sequence_length, "max_samples": limit}
+        references = {} if dense is None else dense
+
+        def agreement(data: str) -> Agreement:
+            pooling = next((each.pooling for each in references.values()), None)
+            found = embeddings(model, data, tokenizer, processor, pooling=pooling, **options)
+            return found.agreement(references.setdefault(data, found))
+
+        return Metric("cosine", ".4f", agreement)
     if takes_images(model):
         return Metric("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
     options |= {"sequence_length": sequence_length, "max_windows": limit, "bos": bos}

@@ -24,6 +24,7 @@ from .common import (
 if TYPE_CHECKING:
     import torch
 
+    from ..evaluation.agreement import Embeddings
     from ..evaluation.report import EvalReport
 
 
@@ -47,6 +48,12 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
         'zero-shot tasks: "paper" for the seven of the paper, names of lm-eval, or YAML task files; '
         "needs pip install optimum-moonshot[eval]",
         metavar="TASK",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="DENSE",
+        help="for a model without a head, such as a sentence encoder: the dense model, with whose embeddings of each "
+        "text or image MODEL's are compared",
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
@@ -86,6 +93,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     references = {option: _reference(args, option) for option in ("baseline", "dense")}
     tasks = _tasks(args, list(references.values()))
+    dense_embeddings = _dense_embeddings(args, device)
     model, tokenizer, processor = _load_for_evaluation(args, device)
     message = Text("zero-shot tasks are for language models; use {}", "dataset")
     expect(not tasks or processor is None, message, field="tasks")
@@ -94,7 +102,7 @@ def evaluate(args: argparse.Namespace) -> None:
     model.to(device).eval()
     baseline, dense = references.values()
     report = EvalReport(args.model)
-    for result in _results(args, model, tokenizer, processor, tasks):
+    for result in _results(args, model, tokenizer, processor, tasks, dense_embeddings):
         report.add(result)
         if not args.json:
             print(*_lines(result, baseline), sep="\n", flush=True)
@@ -190,13 +198,28 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
     return tasks
 
 
-def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any) -> Iterator[Any]:
+def _dense_embeddings(args: argparse.Namespace, device: "torch.device") -> "dict[str, Embeddings]":
+    """The dense model's embeddings of each data set, for a model without a head; empty for others."""
+    dense: dict[str, Embeddings] = {}
+    if args.against is not None:
+        other = argparse.Namespace(**{**vars(args), "model": args.against, "runtime": "dense"})
+        model, tokenizer, processor = _load_for_evaluation(other, device)
+        sizes = (args.sequence_length, args.batch_size, args.limit)
+        metric = make_metric(model.to(device).eval(), tokenizer, processor, *sizes, dense=dense)
+        for dataset in args.dataset:
+            metric.measure(dataset)
+    return dense
+
+
+def _results(
+    args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any, dense: "dict[str, Embeddings]"
+) -> Iterator[Any]:
     """Yield one result after another."""
     from ..evaluation.zeroshot import zero_shot
 
     if args.dataset:
         sizes = (args.sequence_length, args.batch_size, args.limit)
-        metric = make_metric(model, tokenizer, processor, *sizes, args.bos)
+        metric = make_metric(model, tokenizer, processor, *sizes, args.bos, dense)
         yield from map(metric.measure, args.dataset)
     if tasks:
         options = {"batch_size": args.batch_size, "num_fewshot": args.num_fewshot, "limit": args.limit}
@@ -208,9 +231,9 @@ def _lines(result: Any, baseline: Any) -> list[str]:
     references = {} if baseline is None else baseline.measurements()
     lines = []
     for name, (metric, value, settings) in result.measurements().items():
-        spec = ".2%" if metric == "accuracy" else ".3f"
+        spec = {"accuracy": ".2%", "same neighbour": ".2%", "cosine": ".4f"}.get(metric, ".3f")
         stderr = getattr(result, "stderr", {}).get(name)
-        line = f"{metric:<12}{value:{spec}}" + ("" if stderr is None else f" ± {stderr:{spec}}")
+        line = f"{metric:<11} {value:{spec}}" + ("" if stderr is None else f" ± {stderr:{spec}}")
         line += f" on {getattr(result, 'dataset', name)}" + (" with BOS" if settings.get("bos") else "")
         if name in references:
             note = "" if references[name][::2] == (metric, settings) else ", measured in another way"
@@ -226,6 +249,7 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     from ..checkpoint.hub import find_checkpoint
     from ..checkpoint.loading import load_pruned
     from ..checkpoint.meta_model import load_config, model_class
+    from ..model.embeddings import has_head
     from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord
 
@@ -234,8 +258,15 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     config = load(lambda **_: load_config(name, **shared), args)
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
+    if has_head(cls):
+        message = f"{cls.__name__} has a head, whose predictions perplexity and accuracy measure; leave the option out"
+        expect(args.against is None, message, field="against", value=args.against)
+    else:
+        message = f"{cls.__name__} has no head: give the dense model, to compare its embeddings"
+        expect(args.against is not None, message, field="against")
+        expect(not args.tasks, f"{cls.__name__} has no head", field="tasks")
     if args.runtime == "dense":
-        loader: Any = (cls if images else AutoModelForCausalLM).from_pretrained
+        loader: Any = (AutoModelForCausalLM if has_head(cls) and not images else cls).from_pretrained
     else:
         message = f"{args.model} is not pruned; leave the option out"
         expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)

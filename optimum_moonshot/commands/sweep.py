@@ -154,4 +154,4 @@ def _metric(args: argparse.Namespace, pruner: "MoonshotPruner") -> dict[str, Any
         return metric.measure(args.metric).value
 
     measure.__name__ = f"{metric.name} on {short_name(args.metric)}"
-    return {"metric": measure, "maximize": metric.name == "accuracy"}
+    return {"metric": measure, "maximize": metric.name != "perplexity"}

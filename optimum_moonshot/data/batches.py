@@ -98,6 +98,13 @@ def digest(batches: list[Batch]) -> str:
     return sha.hexdigest()
 
 
+def sample_digests(batch: Batch) -> list[str]:
+    """sha256 of the inputs of each sample without padding, the same whatever batch the sample is in."""
+    samples = [without_padding(sample) for sample in split_batches([batch], 1)]
+    counted = ("attention_mask", "labels")
+    return [digest([{k: v.cpu() for k, v in sample.items() if k not in counted}]) for sample in samples]
+
+
 def batch_size(batch: Batch) -> int:
     """The number of samples, by the main input: tensors of a single sample may have other lengths."""
     return len(batch[next((name for name in SAMPLE_DIMS if name in batch), next(iter(batch)))])

@@ -116,6 +116,32 @@ def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None
     return joiner.join(_strings(documents, tokenizer)), None if corpus is None else corpus.windows
 
 
+def separate_texts(source: Any) -> Iterator[str]:
+    """The texts of a source of text, of a named corpus those of its test split; of running text, every line.
+
+    Blank ones are left out.
+    """
+    opened = open_source(source)
+    assert isinstance(opened, Texts)
+    corpus = CORPORA.get(source) if isinstance(source, str) else None
+    texts = opened.read(None) if corpus is None else read_texts(partial(corpus.load, corpus.test), source)
+    for text in texts:
+        lines = [text] if opened.joiner is None else text.splitlines()
+        yield from (line.strip() for line in lines if line.strip())
+
+
+def text_batches(texts: Iterator[str], tokenizer: Any, length: int, batch_size: int) -> Iterator[Batch]:
+    """Every text as a sample of at most `length` tokens, in batches, padded on the right.
+
+    Raises:
+        MoonshotError: no tokenizer.
+    """
+    require(tokenizer is not None, "text needs the model's tokenizer", field="tokenizer", value=None)
+    while chunk := list(islice(texts, batch_size)):
+        ids = tokenizer(chunk, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
+        yield from _collate([torch.tensor(each) for each in ids], batch_size, tokenizer)
+
+
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:
     """Tokens of a window; None is the model's longest, `max_positions`, but at most 2048.
 

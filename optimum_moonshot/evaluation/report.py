@@ -14,49 +14,55 @@ from ..errors import MoonshotError, check_path, require
 from ..files import replace_file, writing
 from ..reports.json_files import check_fields
 from ..reports.measurement import Measured, Measurement, versions
+from .agreement import Agreement
 from .images import Accuracy
 from .text import Perplexity
 from .zeroshot import ZeroShot
 
-Result = TypeVar("Result", Perplexity, Accuracy)
+Result = TypeVar("Result", Perplexity, Accuracy, Agreement)
 
 
 @dataclasses.dataclass
 class EvalReport:
-    """Perplexities and top-1 accuracies by data set, zero-shot accuracies, and the versions of the libraries."""
+    """Perplexities, accuracies and agreements by data set, zero-shot accuracies, and the versions of the libraries."""
 
     model: str
     perplexity: dict[str, Perplexity] = dataclasses.field(default_factory=dict)
     accuracy: dict[str, Accuracy] = dataclasses.field(default_factory=dict)
     zero_shot: ZeroShot | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=versions)
+    agreement: dict[str, Agreement] = dataclasses.field(default_factory=dict)
 
-    def add(self, result: Perplexity | Accuracy | ZeroShot) -> None:
+    def add(self, result: Perplexity | Accuracy | Agreement | ZeroShot) -> None:
         if isinstance(result, ZeroShot):
             self.zero_shot, self.versions = result, {**self.versions, **result.versions}
         elif isinstance(result, Accuracy):
             self.accuracy[result.dataset] = result
+        elif isinstance(result, Agreement):
+            self.agreement[result.dataset] = result
         else:
             self.perplexity[result.dataset] = result
 
     def measurements(self) -> dict[str, Measurement]:
         """All results, by the short name of the data set, or by the task."""
-        results: list[Measured] = [*self.perplexity.values(), *self.accuracy.values()]
+        results: list[Measured] = [*self.perplexity.values(), *self.accuracy.values(), *self.agreement.values()]
         results += [self.zero_shot] if self.zero_shot else []
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
-    def of(self, dataset: str) -> Perplexity | Accuracy | None:
+    def of(self, dataset: str) -> Perplexity | Accuracy | Agreement | None:
         """The result on a data set, of any path to its file."""
-        results: dict[str, Perplexity | Accuracy] = {**self.perplexity, **self.accuracy}
+        results: dict[str, Perplexity | Accuracy | Agreement] = {**self.perplexity, **self.accuracy, **self.agreement}
         return {short_name(name): result for name, result in results.items()}.get(short_name(dataset))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: values by data set, and the settings of each; an infinite perplexity is None."""
-        results: list[Perplexity | Accuracy] = [*self.perplexity.values(), *self.accuracy.values()]
+        results: list[Perplexity | Accuracy | Agreement] = [*self.perplexity.values(), *self.accuracy.values()]
+        results += self.agreement.values()
         return {
             "model": self.model,
             "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
             "accuracy": {d: result.value for d, result in self.accuracy.items()},
+            **({"agreement": {d: r.value for d, r in self.agreement.items()}} if self.agreement else {}),
             "measured_on": {result.dataset: _settings(result) for result in results},
             "zero_shot": self.zero_shot.to_dict() if self.zero_shot else None,
             "versions": self.versions,
@@ -73,6 +79,7 @@ class EvalReport:
             model=values.get("model", ""),
             perplexity={d: _read(Perplexity, v, d, settings) for d, v in perplexities.items()},
             accuracy={d: _read(Accuracy, v, d, settings) for d, v in values.get("accuracy", {}).items()},
+            agreement={d: _read(Agreement, v, d, settings) for d, v in values.get("agreement", {}).items()},
             zero_shot=ZeroShot.from_dict(zero_shot) if zero_shot else None,
             versions=values.get("versions", {}),
         )
@@ -105,5 +112,5 @@ def _read(kind: type[Result], value: Any, dataset: str, settings: dict[str, Any]
     return kind(**fields)
 
 
-def _settings(result: Perplexity | Accuracy) -> dict[str, Any]:
+def _settings(result: Perplexity | Accuracy | Agreement) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(result).items() if name not in ("value", "dataset")}

@@ -3,18 +3,23 @@
 ℓ_n is the mean cross-entropy of sample n over its labelled positions: the next tokens of a causal language model, the
 masked tokens of a masked one, the class of an image. The gradient is computed sample by sample, so that a large
 vocabulary needs a float32 copy of one sample's logits only.
+
+Of a model without a head it is half the squared change of its output (`OutputLoss`).
 """
 
+import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..data.batches import IGNORED
+from ..data.batches import IGNORED, Batch, sample_digests
 from ..errors import NO_BACKWARD, MoonshotError, Text, require
+from .embeddings import Pooling, find_pooling, has_head, output_values
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 # Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
@@ -29,6 +34,86 @@ def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
     if "input_ids" in batch:
         return torch.ones_like(batch["input_ids"], dtype=torch.bool)
     return None
+
+
+def default_loss(model: nn.Module, seed: int) -> Loss | None:
+    """The loss of a model for which the caller gives none; None is the cross-entropy of its logits."""
+    return None if has_head(type(model)) else OutputLoss(model, seed)
+
+
+class OutputLoss:
+    """ℓ_n = ½‖y_n(W) − y_n(Ŵ)‖² / ‖y_n(Ŵ)‖² of the output y of a model without a head, Ŵ its dense weights.
+
+    At Ŵ the gradient of a squared change is zero, and its Hessian is the Gauss–Newton matrix JᵀJ of the output. One
+    backward pass per sample estimates it: with random signs r, E[r rᵀ] = I, the gradient g = Jᵀ r of ⟨r, y⟩ has
+    E[g gᵀ] = JᵀJ. So the gradient of a result is that of ⟨r, y⟩, without the constant factor, while its value is ℓ_n,
+    or 0 unless the dense outputs were remembered. The signs follow from the seed and the sample's content.
+    """
+
+    def __init__(self, model: nn.Module, seed: int):
+        self.model, self.seed = model, seed
+        self.dense: dict[str, Tensor] = {}  # y_n(Ŵ) in host memory, by the digest of the sample
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        return find_pooling(self.model)
+
+    def __str__(self) -> str:
+        return f"squared change of the model's {self.pooling} (Gauss–Newton matrix by random signs)"
+
+    def __call__(self, output: Any, batch: Batch) -> Tensor:
+        return torch.stack([self._loss(digest, values) for digest, values in self._samples(output, batch)])
+
+    def _loss(self, digest: str, values: Tensor) -> Tensor:
+        # As HALF_SCALE: pooling divides the gradient of each token by their number.
+        scale = HALF_SCALE if self.pooling.modes and next(self.model.parameters()).dtype == torch.float16 else 1.0
+        product = scale * (values.float() * random_signs(values.shape, f"{self.seed} {digest}").to(values.device)).sum()
+        loss = product - product.detach()
+        if digest in self.dense:
+            dense = self.dense[digest].to(values.device)
+            loss = loss + 0.5 * relative_distance(values.detach().flatten(), dense.flatten())
+        return loss
+
+    def remember(self, output: Any, batch: Batch) -> None:
+        """Keep the outputs of the dense model on a batch."""
+        self.dense.update((digest, values.detach().cpu()) for digest, values in self._samples(output, batch))
+
+    def _samples(self, output: Any, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+        """The digest of every sample, and its output without padding, [D] or [T, D]."""
+        values, mask = pooled_output(self.model, output, batch, self.pooling)
+        for index, digest in enumerate(sample_digests(batch)):
+            yield digest, values[index] if mask is None else values[index][mask[index]]
+
+
+def relative_distance(values: Tensor, others: Tensor) -> Tensor:
+    """‖values − others‖² / ‖others‖² over the last dimension, in float32."""
+    values, others = values.float(), others.float()
+    return (values - others).square().sum(-1) / others.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def random_signs(shape: torch.Size, name: str) -> Tensor:
+    """+1 and -1 in float32 in host memory, the same for the same name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 2**63
+    return torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)).float().mul_(2).sub_(1)
+
+
+def pooled_output(model: nn.Module, output: Any, batch: Batch, pooling: Pooling) -> tuple[Tensor, Tensor | None]:
+    """The output of a model without a head, [B, D] or [B, T, D], and a bool mask [B, T] of the positions that count.
+
+    Raises:
+        MoonshotError: the output does not show which positions are padding, or has no embeddings and hidden states.
+    """
+    values = output_values(model, output)
+    mask = batch.get("decoder_attention_mask") if "decoder_input_ids" in batch else token_mask(batch)
+    if values.ndim != 3 or mask is None or bool(mask.all()):
+        return pooling(values, None)
+    shortened: Any = getattr(model, "_get_feature_vector_attention_mask", None)
+    if shortened is not None:  # of speech models, whose convolutions skip positions
+        mask = shortened(values.shape[1], mask)
+        assert isinstance(mask, Tensor)
+    shapes = f"an output of shape {list(values.shape)} does not show which of {mask.shape[1]} positions are padding"
+    require(mask.shape == values.shape[:2], shapes, hint="use samples of equal length")
+    return pooling(values, mask.bool().to(values.device))
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -84,6 +169,7 @@ def loss_gradient(
     `loss` is a function (output, batch) → [B] losses to use instead of the cross-entropy of the output's logits. Raises
     `MoonshotError` for no logits, no labels, or losses that are NaN.
     """
+    loss = _applicable(loss, output, batch)
     if loss is not None:
         total = _checked_losses(loss, output, batch)
         differentiable = total.grad_fn is not None
@@ -108,10 +194,22 @@ def loss_gradient(
 @torch.no_grad()
 def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
+    loss = _applicable(loss, output, batch)
     if loss is not None:
         return _checked_losses(loss, output, batch).float()
     logits, labels = _logits_and_labels(model, output, batch)
     return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
+
+
+def _applicable(loss: Loss | None, output: Any, batch: Batch) -> Loss | None:
+    """The loss; None where a default one meets logits and their labels, which a caller's `forward` may give."""
+    return None if isinstance(loss, OutputLoss) and "labels" in batch and _logits(output) is not None else loss
+
+
+def _logits(output: Any) -> Tensor | None:
+    """The logits of an output, a tensor or an object with that attribute."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _checked_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -134,9 +232,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _logits_and_labels(model: nn.Module, output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The logits of an output, a tensor or an object with that attribute, and a label for each of their rows."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
+    """The logits of an output, and a label for each of their rows."""
+    logits = _logits(output)
+    if logits is None:
         hint = Text("load it with a head, or {}", NO_BACKWARD)
         raise MoonshotError(f"{type(model).__name__} returns no logits for the Fisher loss", hint=hint)
     return logits, checked_labels(labels_of(model, batch).to(logits.device), logits)

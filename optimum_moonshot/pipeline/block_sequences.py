@@ -95,8 +95,13 @@ def is_sequential(
         calls[i] = BlockCall(rest, without_caches(named), hidden)
         return join_hidden(hidden, BlockCall(rest, named, hidden))
 
-    def leave(i: int, output: Any) -> None:
+    def leave(i: int, output: Any) -> Any:
         outputs[i] = first_tensor(output)
+        if i < len(blocks) - 1:
+            return output
+        # A pass cuts the graph here by another tensor, which the loss must read: feature maps are the block's own.
+        outputs[i] = outputs[i].clone()
+        return outputs[i] if isinstance(output, Tensor) else (outputs[i], *output[1:])
 
     handles = []
     try:

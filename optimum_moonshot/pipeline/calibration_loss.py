@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..data.batches import batch_size
 from ..errors import Text
-from ..model.calls import model_device, run_model, to_device
-from ..model.losses import sample_losses
+from ..model.calls import evaluation_mode, model_device, run_model, to_device
+from ..model.layers import onloaded_in_turn
+from ..model.losses import OutputLoss, sample_losses
 from .backoff import enough_memory
 from .inputs import Prepared
 
@@ -26,6 +27,16 @@ def mean_loss(prepared: Prepared) -> float:
     sums = prepared.subject.ranks.all_gather_object(losses)
     backoff.share()
     return sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+
+def remember_outputs(prepared: Prepared) -> None:
+    """Keep the outputs of the dense model, where the loss of others is the distance to them."""
+    loss = prepared.subject.loss
+    if not isinstance(loss, OutputLoss):
+        return
+    with evaluation_mode(prepared.model), torch.no_grad(), onloaded_in_turn(prepared.selection.structure.blocks):
+        for batch in prepared.batches:
+            loss.remember(run_model(prepared.model, to_device(batch, model_device(prepared.model))), batch)
 
 
 def _sum_of_losses(prepared: Prepared) -> tuple[float, int]:

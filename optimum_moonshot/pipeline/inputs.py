@@ -146,6 +146,8 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
         data = read_data(subject, selection, calibration, kept)
         data = data if offloaded else with_samples_shown(subject, selection, data)
     data = ranks.broadcast_object(data)
+    if data is not None:
+        data = dataclasses.replace(data, notes=(*data.notes, *selection.loss_notes(subject.loss)))
     if data is None:
         check_without_data(selection)
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)

@@ -11,7 +11,7 @@ from ..config import MoonshotConfig
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, naming, require
 from ..model.layers import PrunableLayer, Structure, find_structure
-from ..model.losses import Loss
+from ..model.losses import Loss, OutputLoss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
 from ..objective.grid import BITS, Grid
@@ -105,6 +105,10 @@ class Selection:
     def needs_losses(self) -> bool:
         """Whether a backward pass starts from the samples' losses: for the layers, an allocation, or a rotation."""
         return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
+
+    def loss_notes(self, loss: Loss | None) -> list[str]:
+        """A note on the loss, where it is used and is that of a model without a head."""
+        return [f"Fisher loss: {loss}"] if self.needs_losses and isinstance(loss, OutputLoss) else []
 
     def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
         """The same layers and patterns by a configuration that differs in λ alone."""

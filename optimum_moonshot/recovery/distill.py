@@ -1,4 +1,4 @@
-"""Recovery of a whole model: train all of its parameters end to end towards the dense model's logits.
+"""Recovery of a whole model: train all of its parameters end to end towards the dense model's logits, or embeddings.
 
     min   mean over tokens of KL(softmax(dense logits) ‖ softmax(logits))
 
@@ -32,7 +32,7 @@ from ..progress import progress_bar
 from ..reports.prune_report import MODEL, BlockReport
 from .distill_state import DistillState
 from .masters import Optimizer, StudentModel
-from .teacher import Teacher, logits_of
+from .teacher import Teacher
 from .tuning import EVALUATIONS, part_size, split_heldout
 
 WHERE = "distillation"
@@ -169,7 +169,8 @@ class Distillation:
 
     def _logits(self, piece: Cached) -> Tensor:
         module = self.student.module
-        return logits_of(module, run_model(module, to_device(piece.batch, self.device)))
+        batch = to_device(piece.batch, self.device)
+        return self.teacher.outputs(module, run_model(module, batch), batch)[0]
 
     def _loss(self, state: DistillState) -> float:
         """The mean held-out divergence of the weights in the dtype of the model."""

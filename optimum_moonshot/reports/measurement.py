@@ -12,13 +12,23 @@ _version = functools.cache(version)  # of an installed package, whose metadata i
 class Measurement(NamedTuple):
     """One measurement of a model."""
 
-    metric: str  # "perplexity", or "accuracy", 0 to 1
+    metric: str  # such as "perplexity", or "accuracy", 0 to 1
     value: float
     settings: dict[str, Any]  # must be equal for comparable values; as JSON types
 
 
+def metric_key(dataset: str, metric: str) -> str:
+    """The name of a measurement on a data set that has another measurement too; `data_name` is the inverse."""
+    return f"{dataset} ({metric})"
+
+
+def data_name(key: str, metric: str) -> str:
+    """The data set of a measurement, or its task."""
+    return key.removesuffix(f" ({metric})")
+
+
 class Measured(Protocol):
-    """Results of `perplexity`, `accuracy` and `zero_shot`."""
+    """Results of `perplexity`, `accuracy`, `agreement` and `zero_shot`."""
 
     def measurements(self) -> dict[str, Measurement]:
         """The measurements, by their data set or task."""

@@ -99,7 +99,7 @@ MODEL = "model"  # the name of the whole model among recovered blocks
 class BlockReport:
     """One recovered block. Losses are |output - dense output|² / |dense output|², the mean over the tokens of held-out
     samples, with the preceding blocks recovered; of the distilled `MODEL` the divergence from the dense model's
-    predictions, in nats per token.
+    predictions, in nats per token, or half such a distance from its embeddings.
     """
 
     name: str

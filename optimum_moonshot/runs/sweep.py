@@ -17,7 +17,7 @@ from ..config import MoonshotConfig
 from ..errors import MoonshotError, require, shown
 from ..model.calls import evaluation_mode
 from ..model.losses import is_causal
-from ..pipeline.calibration_loss import mean_loss, mean_of
+from ..pipeline.calibration_loss import mean_loss, mean_of, remember_outputs
 from ..pipeline.inputs import Prepared
 from ..pipeline.run_context import check_idle
 from ..pipeline.selection import Subject
@@ -88,6 +88,8 @@ def sweep(
     def measure(prepared: Prepared) -> None:
         if callable(metric):
             dense.append(_measure(prepared, metric))
+        else:
+            remember_outputs(prepared)
 
     solved = solve_variants(subject, selections, calibration, work_dir, measure)
     prepared, variants = solved.prepared, solved.variants

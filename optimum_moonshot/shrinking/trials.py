@@ -18,7 +18,7 @@ from ..errors import require
 from ..model.calls import evaluation_mode
 from ..model.depth import BlockSearch, skipping
 from ..model.layers import PrunableLayer, find_blocks, find_structure
-from ..pipeline.calibration_loss import mean_loss
+from ..pipeline.calibration_loss import mean_loss, remember_outputs
 from ..pipeline.inputs import Prepared
 from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
@@ -83,6 +83,7 @@ class Trials:
         parts = run_parts(prepared, prepared.selection)
         kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
         self.measurements = Measurements(kept, parts)
+        remember_outputs(self.measuring)
 
     def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
         def measure() -> float:

@@ -86,6 +86,7 @@ EVALUATIONS = [
     [], 5, {}, {"perplexity": {"a": 1.0}}, {"perplexity": {"a": "x"}, "measured_on": {"a": {}}},
     {"accuracy": {"a": None}, "measured_on": {"a": {"images": 1}}}, {"zero_shot": {"accuracy": {"a": 1.0}}},
     {"zero_shot": {"accuracy": {"a": "x"}, "stderr": {}, "num_fewshot": 0, "limit": None, "versions": {}}},
+    {"agreement": {"a": 1.0}}, {"agreement": {"a": 1.0}, "measured_on": {"a": {"neighbours": "x"}}},
 ]  # fmt: skip
 
 

@@ -203,6 +203,12 @@ def lay_out(folder: Path) -> None:
     mixture = hf.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
     hf.Qwen3MoeForCausalLM(mixture).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
     hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
+    encoder = folder / "sentence-transformers" / "all-MiniLM-L6-v2"
+    hf.BertModel(hf.BertConfig(**sizes, max_position_embeddings=128)).save_pretrained(encoder)
+    hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(encoder)
+    (encoder / "modules.json").write_text('[{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
+    (encoder / "1_Pooling").mkdir()
+    (encoder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
     resnet = make("resnet-bottleneck")
     resnet.config.id2label = dict(enumerate(CLASSES))
     resnet.config.label2id = {name: number for number, name in enumerate(CLASSES)}
@@ -212,6 +218,9 @@ def lay_out(folder: Path) -> None:
     fill(folder / "val_images", each=2)
     lay_out_captions(folder)
     text = (DEMO / "calibration.txt").read_text(encoding="utf-8")
+    sentences = [json.dumps({"text": line}) for line in text.splitlines() if line.strip()]
+    (folder / "sentences.jsonl").write_text("\n".join(sentences[:80]), encoding="utf-8")
+    (folder / "heldout.jsonl").write_text("\n".join(sentences[80:100]), encoding="utf-8")
     (folder / "corpus.txt").write_text(text[:20_000], encoding="utf-8")
     rows = '{"question": "abc", "choices": ["de", "fg"], "answer": 1}\n'
     (folder / "questions.txt").write_text("Why is the sky blue?\nWho are you?\n")
