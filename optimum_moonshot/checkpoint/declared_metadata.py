@@ -4,7 +4,7 @@ The metadata is in config.json, the report of the run, and the model card; the l
 meta device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from ..reports.record import KEY, PruningRecord
 from .card import read_entry
 from .meta_model import checkpoint_meta_model
 from .packed_files import pruned_layers
+from .stored_weights import Zeros
 from .weight_files import read_config
-from .weight_names import loaded_into
+from .weight_names import Conversion, conversions, loaded_into
 
 CONFIG, CARD = "config.json", "README.md"
 
@@ -149,8 +150,45 @@ class WeightLocations:
 
     layers: tuple[str, ...]
     weights: Mapping[str, str]  # name in the files → layer
+    # Weights that transformers splits or merges, and the layers of the parameters that it makes of them.
+    converted: tuple[Conversion, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # layers that are stored [d_in, d_out], or [experts, d_in, d_out]
     notes: tuple[str, ...] = ()
+
+    def together(self, weights: list[str]) -> Iterator[tuple[tuple[str, ...], Conversion | None]]:
+        """The stored weights, each alone or with those that transformers converts together with it."""
+        apart = {weight for conversion in self.converted for weight, _ in conversion.sources}
+        yield from (((weight,), None) for weight in weights if weight not in apart)
+        yield from ((tuple(weight for weight, _ in each.sources), each) for each in self.converted)
+
+    def layer_of(self, weight: str, conversion: Conversion | None) -> str | None:
+        """The layer of a stored weight, the first of several; None if it is not pruned."""
+        return self.weights.get(weight) if conversion is None else self.parameters.get(conversion.target.weight)
+
+    def loaded(self, contents: Mapping[str, Zeros], conversion: Conversion | None) -> dict[str, Zeros]:
+        """The weights of pruned layers that transformers makes of stored ones: zeros are moved like the weights.
+
+        Raises:
+            MoonshotError: the stored weights have other shapes than config.json declares.
+        """
+        if conversion is None:
+            owners = {weight: self.layer_of(weight, None) for weight in contents}
+            return {name: contents[weight] for weight, name in owners.items() if name is not None}
+        first, sizes = next(iter(contents.values())), [content.bytes for content in contents.values()]
+        weights = {weight: content.weight for weight, content in contents.items() if content.weight is not None}
+        try:
+            masks = conversion.parameters({weight: content.mask for weight, content in contents.items()})
+            made = conversion.parameters(weights) if len(weights) == len(contents) else {}
+        except Exception as error:  # of transformers' operations
+            raise MoonshotError(f"transformers cannot convert it: {reason(error)}") from error
+        known, total = [size for size in sizes if size is not None], sum(mask.numel() for mask in masks.values())
+        each = sum(known) / total if len(known) == len(sizes) else None  # bytes of a weight
+        return {
+            self.parameters[name]: Zeros(mask, first.stored, made.get(name), each and round(each * mask.numel()))
+            for name, mask in masks.items()
+            if name in self.parameters
+        }
 
     def as_matrix(self, layer: str, tensor: Tensor) -> Tensor:
         """Convert a tensor from the layout of a layer's weight in the files to [d_out, d_in]."""
@@ -180,10 +218,19 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
     pruned = {name: layer for name, _, layer in named_layers(model) if name in selected and layer is not None}
     names_by_weight = {id(layer.module._parameters.get(layer.key)): name for name, layer in pruned.items()}
     parameters, stored = dict(model.named_parameters(remove_duplicate=False)), loaded_into(model, weights)
-    owners = {weight: names_by_weight.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}
+    converted = tuple(conversions(model, weights))
+    apart = {weight for conversion in converted for weight, _ in conversion.sources}
+    owners = {name: names_by_weight.get(id(parameter)) for name, parameter in parameters.items()}
+    located = {weight: owners.get(stored.get(weight, "")) for weight in weights if weight not in apart}
     # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.
     transposed = frozenset(name for name, layer in pruned.items() if layer.axes in ((1, 0), (2, 1)))
-    return WeightLocations(tuple(layers), {weight: name for weight, name in owners.items() if name}, transposed)
+    return WeightLocations(
+        tuple(layers),
+        {weight: name for weight, name in located.items() if name},
+        converted,
+        {parameter: name for parameter, name in owners.items() if name},
+        transposed,
+    )
 
 
 def _declared_layers(declared: DeclaredMetadata, model: nn.Module) -> list[str]:

@@ -271,24 +271,28 @@ def _compare(
     measured: dict[str, dict[str, Any]] = {}
     matches: dict[tuple[str, NM], bool] = {}
     parameters, zeros, sizes, readable = 0, 0, list[int | None](), True
-    for weight in stored.names():
-        name = locations.weights.get(weight)
+
+    for weights, conversion in locations.together(stored.names()):
+        contents: dict[str, Zeros] = {}
         try:
-            content = stored.zeros(weight)
+            for weight in weights:
+                contents[weight] = stored.zeros(weight)
+            loaded = locations.loaded(contents, conversion)
         except _UNREADABLE as error:
             readable = False
+            name = locations.layer_of(weights[0], conversion)
             if name is not None:
                 measured[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
             continue
-        count = int(content.mask.sum())
-        parameters, zeros = parameters + content.mask.numel(), zeros + count
-        sizes.append(content.bytes)
-        if name is not None:
+        sizes += [content.bytes for content in contents.values()]
+        parameters += sum(content.mask.numel() for content in contents.values())
+        zeros += sum(int(content.mask.sum()) for content in contents.values())
+        for name, content in loaded.items():
             matrix = ~locations.as_matrix(name, content.mask)
             for pattern in {rules[name] for rules in patterns.values() if name in rules}:
                 matches[name, pattern] = matches.get((name, pattern), True) and follows(matrix, pattern)
+            count, grid = int(content.mask.sum()), grids.get(name)
             part = dict(shape=matrix.shape, stored=content.stored, zeros=count, bytes=content.bytes)
-            grid = grids.get(name)
             part["on_grid"] = None if grid is None else _is_on_grid(content, locations, name, grid)
             measured[name] = _with_part(measured.get(name), part)
     layers = _findings(locations, declared, patterns, matches, measured, grids)

@@ -5,7 +5,7 @@ the functions below, `model` is a `PreTrainedModel`, possibly on the meta device
 a dense checkpoint.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from math import prod
 from types import SimpleNamespace
@@ -70,6 +70,40 @@ class Target(NamedTuple):
             return False
         stored = [(pattern, shape) for pattern in patterns for _ in range(count)]
         return self.row_order(parameter, model.config, stored) is not None
+
+
+class Conversion(NamedTuple):
+    """Stored weights that transformers converts together, in other ways than renaming them or stacking experts."""
+
+    sources: tuple[tuple[str, str], ...]  # their names, and the patterns of the converter that they match
+    target: Target
+    model: nn.Module  # with whose shapes and configuration some operations compare
+
+    def parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's parameters that the loader makes of stored weights, or masks of such, by their names.
+
+        Weights of other shapes than config.json declares raise any error.
+        """
+        converter, weight = deepcopy(self.target.converter), self.target.weight
+        for name, pattern in self.sources:
+            converter.add_tensor(weight, name, pattern, tensors[name])
+        converted: dict[str, Any] = converter.convert(weight, model=self.model, config=cast(Any, self.model).config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in converted.items()}
+
+
+def conversions(model: nn.Module, stored: Iterable[str]) -> list[Conversion]:
+    """The conversions of stored weights, such as fused query, key and value, that `loaded_into` does not describe."""
+    from transformers.core_model_loading import dot_natural_key  # late, as below
+
+    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    groups: dict[str, list[tuple[str, Target]]] = {}
+    for name, target in _targets(model, sorted(stored, key=dot_natural_key), model.state_dict()):
+        if target.pattern is not None and not (target.weight in fused and len(target.converter.target_patterns) == 1):
+            groups.setdefault(target.weight, []).append((name, target))
+    return [
+        Conversion(tuple((name, str(target.pattern)) for name, target in group), group[0][1], model)
+        for group in groups.values()
+    ]
 
 
 def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:

@@ -116,16 +116,16 @@ def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None
     return joiner.join(_strings(documents, tokenizer)), None if corpus is None else corpus.windows
 
 
-def separate_texts(source: Any) -> Iterator[str]:
+def separate_texts(source: Any, tokenizer: Any) -> Iterator[str]:
     """The texts of a source of text, of a named corpus those of its test split; of running text, every line.
 
-    Blank ones are left out.
+    Blank ones are left out. Conversations are rendered by the tokenizer's chat template.
     """
     opened = open_source(source)
     assert isinstance(opened, Texts)
     corpus = CORPORA.get(source) if isinstance(source, str) else None
     texts = opened.read(None) if corpus is None else read_texts(partial(corpus.load, corpus.test), source)
-    for text in texts:
+    for text in _strings(texts, tokenizer):
         lines = [text] if opened.joiner is None else text.splitlines()
         yield from (line.strip() for line in lines if line.strip())
 

@@ -144,7 +144,7 @@ def embeddings(
         opened, length = open_source(dataset), window_length(sequence_length, max_positions(model))
         texts = isinstance(opened, Texts)
         if isinstance(opened, Texts):
-            batches = text_batches(separate_texts(dataset), tokenizer, length, batch_size)
+            batches = text_batches(separate_texts(dataset, tokenizer), tokenizer, length, batch_size)
         else:
             batches = opened.batches()
     bar = progress_bar(desc="embeddings", unit="sample", shown=progress)

@@ -13,6 +13,7 @@ from ..errors import MoonshotError, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.isolation import isolated
 from ..model.losses import checked_labels
+from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
@@ -65,7 +66,7 @@ def accuracy(
         batches = image_batches(source, model, processor, class_numbers(source, model)[0], batch_size)
     right, seen = 0, 0
     bar = progress_bar(desc="accuracy", unit="image", shown=progress)
-    with isolated(model) as model, evaluation_mode(model), called_by(model, forward), torch.no_grad(), bar:
+    with isolated(model) as model, evaluation_mode(model), wide_products(model), called_by(model, forward), bar:
         for batch in batches:
             if max_images is not None:
                 batch = {name: tensor[: max_images - seen] for name, tensor in batch.items()}
@@ -78,6 +79,7 @@ def accuracy(
     return Accuracy(right / seen, describe(dataset), seen)
 
 
+@torch.no_grad()
 def _hits(model: nn.Module, batch: Batch) -> Tensor:
     """Bool [B], True where the label has the largest logit."""
     require("labels" in batch, "the data has no labels", hint="accuracy needs them")

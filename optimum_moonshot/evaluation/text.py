@@ -18,6 +18,7 @@ from ..errors import MoonshotError, Option, Text, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
 from ..model.isolation import isolated
 from ..model.model_info import check_tokens, max_positions
+from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
@@ -121,7 +122,8 @@ def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Summed loss of the next-token predictions in windows [B, T], in float64 on the CPU."""
     ids = ids.to(model_device(model))
-    output = run_model(model, {"input_ids": ids})
+    with wide_products(model):
+        output = run_model(model, {"input_ids": ids})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         message = f"{type(model).__name__} returns no logits for every token"

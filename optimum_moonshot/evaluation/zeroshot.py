@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import MoonshotError, Option, Text, check_path, check_whole, reason, require
 from ..model.calls import evaluation_mode
 from ..model.isolation import isolated
+from ..model.wide_products import wide_products
 from ..progress import bars_are_wanted
 from ..reports.json_files import check_fields
 from ..reports.measurement import Measurement, versions
@@ -192,7 +193,7 @@ def _measure(
 
     seeds = {f"{kind}_random_seed": None for kind in ("numpy", "torch")}  # do not change the caller's random state
     options |= {"task_manager": tasks.manager, "log_samples": False, "random_seed": None, **seeds}
-    with isolated(model) as model, evaluation_mode(model):
+    with isolated(model) as model, evaluation_mode(model), wide_products(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not (progress and bars_are_wanted()))
         try:

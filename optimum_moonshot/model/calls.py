@@ -208,7 +208,7 @@ def check_usable(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) 
     options = GenerationConfig.from_model_config(small.config)
     options.update(max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=options.pad_token_id or 0)
 
-    def failure(of: PreTrainedModel, generates: bool) -> str | None:
+    def failure(of: Any, generates: bool) -> str | None:
         try:
             with evaluation_mode(of):
                 of.generate(**inputs, generation_config=options) if generates else of(**inputs)

@@ -14,7 +14,6 @@ from torch import nn
 from ..errors import require
 from ..torch_settings import shared, usual_settings
 from .calls import CALL, calling
-from .wide_products import wide_products
 
 # Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
@@ -29,7 +28,7 @@ def isolated(model: nn.Module) -> Iterator[nn.Module]:
         MoonshotError: as `uncompiled`.
     """
     model = uncompiled(model)
-    with usual_settings(), shared(model, lambda: _without_wrappers(model)), wide_products(model):
+    with usual_settings(), shared(model, lambda: _without_wrappers(model)):
         yield model
 
 

@@ -18,6 +18,7 @@ from ..model.calls import CALL, Forward, called_by, calling, model_device
 from ..model.isolation import isolated
 from ..model.layers import find_blocks, rest_onloaded
 from ..model.offload import write_to
+from ..model.wide_products import wide_products
 from .selection import Subject
 
 _APPLIED: dict[nn.Module, int] = {}  # models with the weights of a variant, and how many contexts gave them some
@@ -56,6 +57,7 @@ def run_context(
         together as ranks,
         called_by(model, forward),
         rest_onloaded(model),
+        wide_products(model),
     ):
         ranks.check_equal("the call", {"the method": str(call)})
         write_to(model, offload_dir)

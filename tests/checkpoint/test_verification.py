@@ -6,14 +6,16 @@ import shutil
 
 import pytest
 import torch
+import transformers as hf
 import yaml
 from checkpoint_edits import change_config, change_json
 from checkpoints import pruned, tensors
 from models import make
 from safetensors.torch import load_file, save_file
+from tiny_configs import tiny_config
 
 import optimum_moonshot
-from optimum_moonshot import MoonshotError, verify
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, verify
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.model.layers import find_structure
 
@@ -367,3 +369,57 @@ def test_the_verify_command_reports_matches_and_mismatches(dense, capsys, tmp_pa
         status, printed = run(capsys, argument)
         assert status == code and printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert "--json" in run(capsys, "--help")[1].out
+
+
+# Families whose stored weights transformers splits, merges or permutes, and by which operations.
+CONVERTED = [
+    ("nomic_bert", "NomicBertForMaskedLM"), ("gte", "GteForMaskedLM"),  # Chunk
+    ("kimi_k25", "Kimi_K25ForConditionalGeneration"),  # Chunk and PermuteForRope, beside experts
+    ("inkling_mm_model", "InklingForConditionalGeneration"),  # Interleave and Chunk
+    ("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),  # Concatenate
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name", CONVERTED)
+def test_weights_that_transformers_splits_or_merges(tmp_path, family, name):
+    if not hasattr(hf, name):
+        pytest.skip(f"transformers {hf.__version__} has no {name}")
+    torch.manual_seed(0)
+    model = getattr(hf, name)(tiny_config(family, name))
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="2:4"))
+    pruner.prune(progress=False)
+    pruner.save_pretrained(tmp_path)
+    result = verify(tmp_path)
+    assert result, result.mismatches
+    expected = {layer.name: (layer.shape, layer.sparsity) for layer in pruner.report.layers}
+    assert {layer.name: (layer.shape, layer.sparsity) for layer in result.layers} == expected
+    assert all(layer.follows for layer in result.layers)
+    state = tensors(tmp_path).values()
+    total = sum(tensor.numel() for tensor in state)
+    assert result.parameters == total and result.model_bits_per_weight == 8 * sum(t.nbytes for t in state) / total
+    # The zeros of every stored weight count: in each, one that is filled is found.
+    matrices = [
+        key for key, tensor in tensors(tmp_path).items() if tensor.ndim == 2 and (tensor == 0).float().mean() >= 0.5
+    ]
+    for key in (matrices[0], matrices[-1]):
+        tensor = tensors(tmp_path)[key]
+        change(tmp_path, **{key: tensor.masked_fill(tensor == 0, 1.0)})
+        assert any("2:4" in line for line in verify(tmp_path).mismatches), key
+        change(tmp_path, **{key: tensor[:-1]})
+        assert not verify(tmp_path), key
+        change(tmp_path, **{key: tensor})
+    assert verify(tmp_path)
+
+
+def test_weights_on_a_grid_that_transformers_splits(tmp_path):
+    torch.manual_seed(0)
+    model = hf.NomicBertForMaskedLM(tiny_config("nomic_bert", "NomicBertForMaskedLM"))
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="2:4", bits=4, quant_group=64))
+    pruner.prune(progress=False)
+    pruner.save_pretrained(tmp_path)
+    result = verify(tmp_path)
+    assert result and all(layer.on_grid for layer in result.layers)
+    key = next(key for key in tensors(tmp_path) if "qkv" in key.lower())
+    tensor = tensors(tmp_path)[key]
+    change(tmp_path, **{key: tensor * (1 + torch.rand_like(tensor))})
+    assert any("not on their grid" in line for line in verify(tmp_path).mismatches)
