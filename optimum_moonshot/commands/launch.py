@@ -30,9 +30,6 @@ def guard(
     The exit status is then 2 for a `UsageError`, 130 for an interruption, else 1. `plurals` are those of
     `option_formatter`; the processes of a launcher can share the work of a `shared` command.
     """
-    for name, value in vars(args).items():
-        if isinstance(value, str) and value.startswith("~/"):  # a shell does not expand --output=~/DIR
-            setattr(args, name, os.path.expanduser(value))
     try:
         _join(getattr(args, "device", None), shared)
         work(args)

@@ -6,6 +6,7 @@ raise a `UsageError` for invalid options before a model is loaded, and a `Moonsh
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -199,6 +200,9 @@ def _subcommand(
         parse_args = staticmethod(options)
 
         def run(self) -> None:
+            for name, value in vars(self.args).items():
+                if isinstance(value, str) and value.startswith("~/"):  # a shell does not expand --output=~/DIR
+                    setattr(self.args, name, os.path.expanduser(value))
             guard(work, self.args, shared=work in (prune, sweep, rotate), plurals=SWEPT if work is sweep else {})
 
     return CommandInfo(name=name, help=help, subcommand_class=Subcommand)
