@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..reports.rotation_report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .in_memory import is_packed, to_save
+from .measuring import declared_as_measured
 from .packed_files import FORMATS, pack_files, save_streamed
 from .reload_check import check_reloads
 from .weight_files import EXPORT, stored_format
@@ -37,6 +39,7 @@ def save_model(
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
     memory, the default `name` in the card the folder's; `options` are those of the model's `save_pretrained`.
+    Report and configuration declare what the weights are now, with a note if training has changed them.
     `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
     """
     format = check_saving(model, format, options)
@@ -45,7 +48,11 @@ def save_model(
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     check_path("directory", directory)
     check_not_source(model, directory, "directory")
-    with staged("directory", directory) as staging, to_save(model):
+    with ExitStack() as stack:
+        staging = stack.enter_context(staged("directory", directory))
+        stack.enter_context(to_save(model))
+        if isinstance(report, PruneReport) and not plain:
+            report = stack.enter_context(declared_as_measured(model, report, grids=format == "dense"))
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
