@@ -103,7 +103,7 @@ def read_declared_metadata(folder: Path) -> DeclaredMetadata:
 def _of_record(record: PruningRecord) -> Declaration:
     rules, compacted = record.pattern_rules, record.compaction is not None
     numbers = [record.config.get("bits")] if record.bits is None else sorted(set(record.bits.values()))
-    bits = None if None in numbers else f"{', '.join(map(str, numbers))} bits"
+    bits = None if None in numbers or not numbers else f"{', '.join(map(str, numbers))} bits"
     return Declaration(CONFIG, _pattern_name(record.config), record.sparsity, rules, compacted=compacted, bits=bits)
 
 

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..reports.rotation_report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .in_memory import is_packed, to_save
+from .measuring import declared_as_measured
 from .origin import Origin, append_files
 from .packed_files import FORMATS, pack_files, save_streamed
 from .reload_check import check_reloads
@@ -39,8 +41,9 @@ def save_model(
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
     memory, the default `name` in the card the folder's. Weights that only the files of the model's `origin` contain are
-    copied. `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a
-    layer is no longer n:m.
+    copied. Report and configuration declare what the weights are now, with a note if training has changed them.
+    `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is
+    no longer n:m.
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
@@ -48,7 +51,11 @@ def save_model(
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     check_path("directory", directory)
     check_not_source(model, directory, "directory")
-    with staged("directory", directory) as staging, to_save(model):
+    with ExitStack() as stack:
+        staging = stack.enter_context(staged("directory", directory))
+        stack.enter_context(to_save(model))
+        if isinstance(report, PruneReport) and not plain:
+            report = stack.enter_context(declared_as_measured(model, report, grids=format == "dense"))
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:

@@ -125,8 +125,11 @@ class PruningRecord:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        optional = ("compaction", "dense", "rotation", "shrink", "allocated", "bits")
-        values = {name: value for name, value in values.items() if value or name not in optional}
+        optional = ("compaction", "dense", "rotation", "shrink", "allocated")
+        omitted = {name for name in optional if not values[name]}
+        # Empty beside bits of the configuration: no layer is on its grid.
+        omitted |= set() if self.bits or (self.bits is not None and self.config.get("bits")) else {"bits"}
+        values = {name: value for name, value in values.items() if name not in omitted}
         return {"version": self.VERSION, **values}
 
     @classmethod

@@ -24,6 +24,7 @@ from optimum_moonshot import (
 )
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.objective.grid import Grid
+from optimum_moonshot.reports.prune_report import PruneReport
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.runtime.smallest import pack_if_smaller
 
@@ -301,3 +302,43 @@ def test_a_flipped_bit_is_refused_by_every_reader(suffix, tmp_path):
             read(tmp_path / "packed")
     assert not verify(tmp_path / "packed") and not (tmp_path / "out").exists()
     assert "moonshot.safetensors" in files(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("trained", [[UP], None], ids=["one layer", "all"])
+def test_layers_that_have_left_their_grid_are_saved_as_not_quantized(tmp_path, trained):
+    pruner = pruned(pattern="2:4", bits=4, quant_group=64)
+    record, layers = pruner.model.config.moonshot, {layer.name for layer in pruner.report.layers}
+    off = set(trained or layers)
+    with torch.no_grad():
+        for name in off:
+            weight = pruner.model.get_submodule(name).weight
+            weight *= 1 + 0.1 * torch.rand_like(weight)
+    pruner.save_pretrained(tmp_path / "dense")
+    result, report = verify(tmp_path / "dense"), PruneReport.load(tmp_path / "dense")
+    assert result, result.mismatches
+    assert {layer.name for layer in result.layers if layer.bits == 4 and layer.on_grid} == layers - off
+    assert {layer.name for layer in report.layers if layer.bits is None} == off
+    assert f"{len(off)} of {len(layers)} layers have left their grid" in report.notes[-1]
+    text = (tmp_path / "dense" / "README.md").read_text()
+    assert ("\n  bits:" in text) == ("bits of the surviving weights" in text) == (off != layers)
+    assert pruner.model.config.moonshot == record and not pruner.report.notes  # the model itself is unchanged
+    assert_same(pruner.model, load_pruned(tmp_path / "dense"))
+    convert(tmp_path / "dense", tmp_path / "packed", "packed")
+    assert_same(pruner.model, load_pruned(tmp_path / "packed"))
+    with pytest.raises(MoonshotError, match="is not on a grid of 4 bits"):
+        pruner.save_pretrained(tmp_path / "refused", format="packed")
+
+
+def test_zeros_that_training_has_filled_are_not_declared(tmp_path):
+    pruner = pruned(pattern="unstructured", sparsity=0.5)
+    weight = pruner.model.get_submodule(UP).weight
+    with torch.no_grad():
+        weight[0] = 1.0
+    for format in ("dense", "packed"):
+        pruner.save_pretrained(tmp_path / format, format=format)
+        result, report = verify(tmp_path / format), PruneReport.load(tmp_path / format)
+        assert result, result.mismatches
+        assert load_pruned(tmp_path / format) is not None
+        (layer,) = (layer for layer in report.layers if layer.name == UP)
+        assert layer.sparsity == int((weight == 0).sum()) / weight.numel() < 0.5
+        assert report.notes == [f"1 of {len(report.layers)} layers have fewer zeros since the run, such as {UP}"]

@@ -1,0 +1,79 @@
+"""Compare the weights of a model that is saved with what its run declares: training may have changed them since."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MoonshotError
+from ..model.layers import by_visit
+from ..objective.grid import DTYPES
+from ..packing import PackedLayer, Quantized
+from ..reports.prune_report import PruneReport, mean_over_weights
+from ..reports.record import PruningRecord
+from .packed_files import pruned_layers
+
+
+@contextmanager
+def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterator[PruneReport]:
+    """The report as the weights are; inside the block, the model's configuration declares the same.
+
+    A layer that has left its grid is not quantized, one with fewer zeros than reported has its actual sparsity; a note
+    names them. With a compaction, no zeros are declared.
+
+    Args:
+        model: a pruned `PreTrainedModel`.
+        report: of its run.
+        grids: whether to compare with grids; packing does so itself, and refuses layers that have left theirs.
+    """
+    before = PruningRecord.require_of(model)
+    off, zeros = ([], {}) if report.compaction else _changed(model, report, grids)
+    if not off and not zeros:
+        yield report
+        return
+    layers = [replace(layer, sparsity=zeros.get(layer.name, layer.sparsity)) for layer in report.layers]
+    layers = [replace(layer, bits=None, packed_bytes=None) if layer.name in off else layer for layer in layers]
+    changed = {"have left their grid and are not quantized": off, "have fewer zeros": list(zeros)}
+    notes = [
+        f"{len(names)} of {len(layers)} layers {what} since the run, such as {names[0]}"
+        for what, names in changed.items()
+        if names
+    ]
+    measured = replace(report, layers=layers, notes=[*report.notes, *notes])
+    bits = {layer.name: layer.bits for layer in layers if layer.bits is not None} if off else before.bits
+    replace(before, sparsity=mean_over_weights(layers, "sparsity"), bits=bits).attach(model)
+    try:
+        yield measured
+    finally:
+        before.attach(model)
+
+
+def _changed(model: Any, report: PruneReport, grids: bool) -> tuple[list[str], dict[str, float]]:
+    """The layers that have left their grid, and the sparsity of those with fewer zeros than reported."""
+    entries = pruned_layers(model)
+    layers = {key: layer for layer in report.layers for key in (f"{layer.name}.weight", layer.name) if key in entries}
+    off, zeros = list[str](), dict[str, float]()
+    for visit, keys in by_visit(model, layers):
+        with visit():
+            for key in keys:
+                weight, layer = model.get_parameter(key).detach(), layers[key]
+                count = weight.numel() - int(torch.count_nonzero(weight))
+                if count < round(layer.sparsity * weight.numel()):
+                    zeros[layer.name] = count / weight.numel()
+                if grids and layer.bits is not None and not _is_on_grid(entries[key], weight):
+                    off.append(layer.name)
+    return off, zeros
+
+
+def _is_on_grid(entry: PackedLayer, weight: Tensor) -> bool:
+    codec = entry.codec
+    if not isinstance(codec, Quantized) or weight.dtype not in DTYPES:
+        return False
+    try:
+        codec.grid(weight.dtype).scales_of(entry.as_matrix(weight))
+    except MoonshotError:
+        return False
+    return True
