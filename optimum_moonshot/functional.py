@@ -12,11 +12,11 @@ from torch import Tensor
 from .config import MoonshotConfig
 from .errors import MoonshotError, Option, Text, check_number, require
 from .objective.fisher import SampleGradients
-from .objective.linalg import all_finite
+from .objective.linalg import all_finite, in_unit, unit_of
 from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzeros
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
-from .solvers.quantization import on_grid
+from .solvers.quantization import from_unit, on_grid
 from .torch_settings import usual_settings
 
 
@@ -45,7 +45,7 @@ def prune_weight(
     _check_config(config)
     solver, objective = _problem(weight, gram, gradients, config)
     pattern = _quantized(config, weight)
-    return _in_dtype(on_grid(solver, objective, solver.solve(objective, pattern), pattern), weight)
+    return _finished(on_grid(solver, objective, solver.solve(objective, pattern), pattern), pattern, weight)
 
 
 @usual_settings()
@@ -80,7 +80,8 @@ def prune_weight_path(
     solver, objective = _problem(weight, gram, gradients, config)
     results = cast(Any, solver).solve_path(objective, patterns)
     results = [on_grid(solver, objective, *each) for each in zip(results, patterns, strict=True)]
-    return {sparsity: _in_dtype(result, weight) for sparsity, result in zip(sparsities, results, strict=True)}
+    finished = [_finished(*each, weight) for each in zip(results, patterns, strict=True)]
+    return dict(zip(sparsities, finished, strict=True))
 
 
 def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
@@ -112,10 +113,12 @@ def _quantized(config: MoonshotConfig, weight: Tensor) -> Pattern:
     return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(weight.dtype))
 
 
-def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
+def _finished(result: PrunedWeight, pattern: Pattern, weight: Tensor) -> PrunedWeight:
+    """In the unit and dtype of the given weight, with a note on its zeros."""
     zeros = weight.numel() - int(torch.count_nonzero(weight))
     notes = (*result.notes, *([f"{zeros:,} zeros of the weight remain"] if zeros else []))
-    return dataclasses.replace(result, weight=result.weight.to(weight.dtype), notes=notes)
+    pruned = from_unit(result.weight, unit_of(weight), pattern.grid).to(weight.dtype)
+    return dataclasses.replace(result, weight=pruned, notes=notes)
 
 
 def _problem(
@@ -158,6 +161,7 @@ def _problem(
         _check_tensor("gradients", gradients, (None, d_out, d_in))
     else:
         gradients = None
+    weight = in_unit(weight, unit_of(weight))
     return solver, build_objective(solver, pattern, weight, gram.float(), gradients, lam)
 
 

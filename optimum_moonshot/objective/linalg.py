@@ -4,6 +4,7 @@ Factors are computed in float64: the shared matrix of a layer is factored only o
 exceeds 10⁷, the limit of float32.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,6 +15,9 @@ from torch import Tensor
 from ..errors import FactorizationError
 
 MAX_DAMPING = 1.0
+# Weights of at most this and at least its reciprocal, about 1e±12, have losses that float32 can hold. Others are solved
+# in another unit: the minimum does not depend on it.
+ORDINARY = 2.0**40
 
 T = TypeVar("T")
 Piece = TypeVar("Piece")
@@ -25,6 +29,17 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)  # propagates NaN, and needs no temporary of the tensor's size as isfinite does
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def unit_of(weight: Tensor) -> float:
+    """1, or a power of two near the largest |weight| where it is beyond `ORDINARY`."""
+    largest = max(abs(float(each)) for each in torch.aminmax(weight))
+    return 1.0 if largest == 0 or 1 / ORDINARY <= largest <= ORDINARY else 2.0 ** math.frexp(largest)[1]
+
+
+def in_unit(weight: Tensor, unit: float) -> Tensor:
+    """A weight divided by its `unit_of`, which is exact."""
+    return weight if unit == 1 else (weight.double() / unit).float()
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:

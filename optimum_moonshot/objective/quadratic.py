@@ -13,6 +13,7 @@ Gram matrices, as in a grouped convolution; G is then [groups, d_in, d_in].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -62,7 +63,13 @@ def scales(lam: float, reconstruction: float, fisher: float | None, samples: int
     """Compute a and b from L_R(0) and L_F(0) (None without gradients) of N samples.
 
     If one of these is 0, only the other term is used, with a note, as on the `dead` inputs.
+
+    Raises:
+        FactorizationError: a loss is infinite, or NaN.
     """
+    if not math.isfinite(reconstruction + (fisher or 0.0)):
+        message = "the loss at W = 0 is beyond the range of float32"
+        raise FactorizationError(message, hint="divide the inputs of the layer, or the gradients, by a constant")
     note = None
     if lam < 1 and not fisher:
         lam, note = 1.0, "no Fisher loss at W = 0: reconstruction alone"

@@ -10,10 +10,11 @@ from torch import Tensor
 from ..calibration.observer import LayerStatistics
 from ..model.layers import PrunableLayer
 from ..model.wide_products import plain_functions
+from ..objective.linalg import in_unit, unit_of
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, Quadratic, RelativeLoss
 from ..solvers import Solver
-from ..solvers.quantization import on_grid
+from ..solvers.quantization import from_unit, on_grid
 from ..solvers.ranked import RankingSolver
 
 Value = TypeVar("Value")
@@ -182,7 +183,8 @@ def solve_matrix(
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     block, dtype = solver.column_block(weight.shape[1], patterns[0]), layer.parameter.dtype
-    objective = statistics.objective(weight, lam, block, layer.alive)
+    unit = unit_of(weight)
+    objective = statistics.objective(in_unit(weight, unit), lam, block, layer.alive)
     if solver.ranks_removals:
         assert isinstance(objective, Quadratic)  # as registration checks
         results = cast(RankingSolver, solver).solve_path(objective, patterns)
@@ -191,7 +193,7 @@ def solve_matrix(
     solved, lam, at_zero = list[SolvedLayer](), objective.scales.lam, objective.losses_at_zero
     for result, pattern in zip(results, patterns, strict=True):
         result = on_grid(solver, objective, result, pattern)
-        whole = result.weight.to(dtype)
+        whole = from_unit(result.weight, unit, pattern.grid).to(dtype)
         masked, pruned = weight_losses(objective, result.weight, result.keep, dtype)
         solved.append(SolvedLayer(whole, result.damping, result.notes, masked, pruned, lam, at_zero))
     return solved

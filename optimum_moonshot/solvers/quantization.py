@@ -52,7 +52,7 @@ def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, sca
         problem = _Problem.of(objective, rows)
         here = scale[rows] if scale is not None else grid.search(weight[rows], problem.importance(weight.shape[1]))
         rounded[rows] = grid.rounded(weight[rows], here)
-        descent = _Descent(problem, grid, rounded[rows].float(), here.float(), keep[rows])
+        descent = _Descent(problem, grid, rounded[rows].to(torch.float32, copy=True), here.float(), keep[rows])
         descended[rows] = descent.run().to(grid.dtype)
     before, after = objective.losses(rounded, descended)
     return descended if after.total <= before.total else rounded
@@ -63,6 +63,17 @@ def on_grid(solver: Solver, objective: Objective, result: PrunedWeight, pattern:
     if pattern.grid is None or solver.quantizes:
         return result
     return dataclasses.replace(result, weight=quantize(objective, result.weight, result.keep, pattern.grid).float())
+
+
+def from_unit(weight: Tensor, unit: float, grid: Grid | None) -> Tensor:
+    """The inverse of `linalg.in_unit`, for a solver's weight, which stays on its grid."""
+    if unit == 1:
+        return weight
+    if grid is None:
+        return weight.double() * unit
+    scale, d_in = grid.scales_of(weight.to(grid.dtype)), weight.shape[1]
+    codes = grid.codes(weight, grid.per_weight(scale, d_in))  # a scale may lose bits below the normal numbers
+    return grid.values(codes, grid.per_weight((scale.double() * unit).to(grid.dtype), d_in))
 
 
 def quantization_bytes(size: ProblemSize) -> int:

@@ -1,20 +1,32 @@
 """Sparsity and bits of each matrix by a budget of bytes."""
 
+from dataclasses import dataclass, field
+
 import pytest
+import torch
 from llama_runs import prune
 from marks import slow
-from models import make
+from models import image_batches, make
 
-from optimum_moonshot import MoonshotConfig
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.allocation.byte_budget import Choice
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.loss_allocation import LossCurve
+from optimum_moonshot.packing import Quantized, find_codec
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.results.store import ResultStore
 
 BUDGET = dict(pattern="unstructured", sparsity=None, allocation="fisher", quant_group=64, lam=1)
+
+
+@dataclass
+class PrunedLayer:
+    """The fields of a layer that its bytes depend on."""
+
+    shape: tuple[int, int]
+    parameter: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
 
 def chosen_bits(model, report):
@@ -38,10 +50,42 @@ def test_the_budget_is_used_and_not_exceeded(bits_per_weight):
     model = make("llama")
     report = prune(model, **BUDGET, bits_per_weight=bits_per_weight).report
     spent, bits = chosen_bits(model, report)
-    assert spent <= bits_per_weight * 1.01
+    assert report.bits_per_weight <= spent <= bits_per_weight
     assert spent >= 0.8 * min(bits_per_weight, 32)
     assert any("bits a weight" in note for note in report.notes)
     assert bits_per_weight < 40 or set(bits.values()) == {None}
+
+
+@pytest.mark.parametrize("solver", ["wanda", "magnitude", "obc"])
+@pytest.mark.parametrize("bits_per_weight", [3.1, 4.05, 7.0])
+def test_no_solver_exceeds_a_budget(solver, bits_per_weight):
+    report = prune(make("llama").bfloat16(), **BUDGET, solver=solver, bits_per_weight=bits_per_weight).report
+    assert 0.8 * bits_per_weight <= report.bits_per_weight <= bits_per_weight
+
+
+def test_convolutions_of_groups_have_a_budget():
+    settings = MoonshotConfig(**BUDGET, bits_per_weight=9.0, num_samples=6)
+    report = MoonshotPruner(make("convnet"), settings).prune(image_batches(), progress=False)
+    assert report.bits_per_weight <= 9
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, None])
+@pytest.mark.parametrize("d_in", [64, 100, 72, 192])
+def test_no_mask_takes_more_bytes_than_its_choice(bits, d_in):
+    """Whatever the number of survivors in each block, all of which may waste bits at their end."""
+    layer, generator = PrunedLayer((16, d_in)), torch.Generator().manual_seed(0)
+    for removed in (0, 1, 5, 16, 33, 16 * d_in // 3, 16 * d_in // 2, 16 * d_in - 40):
+        weight = torch.randint(1, 3, (16, d_in), generator=generator).float()
+        for order in (torch.arange(16 * d_in), torch.randperm(16 * d_in, generator=generator), columns_first(16, d_in)):
+            pruned = weight.flatten().index_fill(0, order[:removed], 0).view_as(weight)
+            codec = find_codec("bitmask") if bits is None else Quantized(bits, 64)
+            most = Choice(removed / pruned.numel(), bits).bytes(layer, 64)
+            assert min(pruned.nbytes, codec.packed_bytes(pruned, None)) <= most
+
+
+def columns_first(rows, columns):
+    """Indices by which every row loses as many weights as the others, and every block of it."""
+    return torch.arange(rows * columns).view(rows, columns).T.flatten()
 
 
 def test_given_bits_leave_the_sparsities_to_the_allocation():
@@ -87,6 +131,13 @@ def test_contradictory_budgets_are_refused(fields, message):
         MoonshotConfig(**{"allocation": "fisher", "bits_per_weight": 4.0, **fields})
 
 
-def test_a_budget_that_no_choice_meets_is_refused():
-    with pytest.raises(MoonshotError, match="the smallest choices take"):
-        prune(make("llama"), **BUDGET, target_bytes=10)
+@pytest.mark.parametrize("field", ["target_bytes", "bits_per_weight"])
+def test_a_budget_that_no_choice_meets_is_refused_with_the_least_that_one_does(field):
+    little = {"target_bytes": 10, "bits_per_weight": 0.1}[field]
+    with pytest.raises(
+        MoonshotError, match=rf"{field}={little}: the smallest choices take .*; give at least"
+    ) as caught:
+        prune(make("llama"), **BUDGET, **{field: little})
+    least = str(caught.value).rpartition(" ")[2]
+    assert "-" not in str(caught.value) and "−" not in str(caught.value)
+    prune(make("llama"), **BUDGET, **{field: int(least) if field == "target_bytes" else float(least)})

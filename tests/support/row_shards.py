@@ -16,6 +16,7 @@ from models import image_batches, make, token_batches
 from ranks import error_of, fails, full, path, prune, rank, resumable, start, stored, sweep
 
 from optimum_moonshot.errors import FactorizationError
+from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline import partition, spec
 from optimum_moonshot.pipeline.slices import ShardedRows
 from optimum_moonshot.solvers.ranked import Ranked
@@ -30,6 +31,16 @@ def narrow():
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=2)
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=96))
+
+
+def partly_pruned():
+    """A model whose matrices have zeros in their first rows, so that some processes have none."""
+    model = make("llama")
+    with torch.no_grad():
+        for layer in find_structure(model).layers():
+            rows = layer.matrix[: layer.shape[0] // 3]
+            rows[torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) < 0.6] = 0
+    return model
 
 
 def failing(work, late):
@@ -81,6 +92,9 @@ CASES = {
     "fisher": lambda: prune(allocation="fisher", num_samples=16),
     "bits": lambda: prune(bits=8, quant_group=64),
     "bits, cap": lambda: prune(solver="cap", bits=8, quant_group=64),
+    "zeros": lambda: prune("partly pruned", pattern="2:4", bits=8, quant_group=64),
+    "zeros that compete": lambda: prune("partly pruned"),
+    "zeros, obc": lambda: prune("partly pruned", solver="obc", pattern="2:4", lam=1),
     "sweep": sweep,
     "path": path,
     "too large for one": lambda: prune(
@@ -164,7 +178,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     hf.utils.logging.disable_progress_bar()
     ranks.FOLDER = folder = Path(sys.argv[1])
-    ranks.MODELS["narrow"] = narrow()
+    ranks.MODELS |= {"narrow": narrow(), "partly pruned": partly_pruned()}
     make("llama").save_pretrained(stored("llama"))
     for size in SIZES:
         print(size, start(work, folder, size, "done"), file=sys.stderr)
