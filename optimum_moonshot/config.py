@@ -10,7 +10,7 @@ from .config_checks import check_combinations, check_experts, check_supported, c
 from .errors import MAX_INT, MoonshotError, Option, Text, check_expressions, require, shown
 from .objective.allocation_rules import PatternRules
 from .objective.grid import Grid
-from .objective.patterns import Experts, MixedNM, Pattern, Unstructured
+from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, parse_pattern
 from .recipes import recipe
 from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
@@ -174,6 +174,8 @@ class MoonshotConfig:
 
     def __post_init__(self) -> None:
         solver = solver_class(self.solver)
+        for field in ("targets", "ignore"):
+            object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
         self._set_dense_pattern()
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         check_values(values)
@@ -185,8 +187,6 @@ class MoonshotConfig:
         if self.pattern == Experts.kind:
             check_experts(values, {field.name: field.default for field in dataclasses.fields(self)})
         self._set_solver_options(solver)
-        for field in ("targets", "ignore"):
-            object.__setattr__(self, field, check_expressions(field, values[field]))
         _ = (
             self.max_memory_bytes,
             self.target_bytes_number,
@@ -198,6 +198,8 @@ class MoonshotConfig:
         without = cast(str | None, self.pattern) is None
         require(not without or self.bits is not None, "give a pattern, or bits", field="pattern", value=None)
         require(not without or not self.sparsity, "give a pattern", field="sparsity", value=self.sparsity)
+        if not without and not isinstance(self.pattern, str):
+            parse_pattern(self.pattern, None)  # raises
         if without:
             object.__setattr__(self, "pattern", Unstructured.kind)
         nothing = self.pattern == Unstructured.kind and self.sparsity is None

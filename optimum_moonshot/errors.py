@@ -155,6 +155,8 @@ def check_number(name: str, value: Any, optional: bool = False) -> None:
         return
     ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
     require(ok, "give a number", field=name, value=value)
+    fits = isinstance(value, float) or abs(value) <= MAX_INT  # larger integers are no floats
+    require(fits, f"give a number of at most {MAX_INT}", field=name, value=value)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str], optional: bool = False) -> None:
@@ -173,7 +175,7 @@ def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
     require(listed, f"give a list of expressions{such}", field=field, value=value)
     expressions = tuple(value)
     for expression in expressions:
-        require(isinstance(expression, str), f"{expression!r} is not a string", field=field)
+        require(isinstance(expression, str), f"{shown(expression)} is not a string", field=field)
         try:
             re.compile(expression)
         except re.error as error:

@@ -7,7 +7,9 @@ import pickle
 import re
 import types
 
+import numpy as np
 import pytest
+import torch
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
@@ -17,6 +19,7 @@ from optimum_moonshot.solvers.base import make_solver, solver_options
 from optimum_moonshot.solvers.wanda import Wanda
 
 NAN, INF = float("nan"), float("inf")
+EXPERTS = {"pattern": "experts", "sparsity": 0.5, "solver": "reap"}
 
 BAD = {
     "solver": ["sparse-gpt", "", None, 3, ["wanda"]],
@@ -67,6 +70,37 @@ def usual(solver, **more):
 def test_every_field_has_bad_values():
     fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
     assert set(BAD) == fields - {"calibration"}  # any object; load_calibration validates it
+
+
+class Unprintable:
+    """Neither comparable nor printable."""
+
+    def __eq__(self, other):
+        raise RuntimeError("not comparable")
+
+    def __repr__(self):
+        raise RuntimeError("not printable")
+
+    __hash__ = None
+
+
+# Values of other programs: comparing or printing these fails, or converting them to floats.
+HOSTILE = [
+    10**5000, -(10**5000), 10**400, np.array([1, 2]), np.array("2:4"), np.float64(0.5), np.int64(4), b"x", 1j, object(),
+    Unprintable(), [10**5000], {"x": 10**5000}, {"x": np.array([1, 2])}, "9" * 5000, "\0", torch.tensor([1, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(MoonshotConfig)])
+def test_hostile_values_are_refused_or_work(field):
+    for base_values in ({"pattern": "2:4"}, {"pattern": "unstructured", "sparsity": 0.5, "bits": 4}, EXPERTS):
+        for value in HOSTILE:
+            try:
+                config = MoonshotConfig(**{**base_values, field: value})
+            except MoonshotError as error:
+                assert len(str(error).splitlines()) == 1
+            else:
+                assert repr(config) and config.to_dict() and config.parsed_pattern
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])

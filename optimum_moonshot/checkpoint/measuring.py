@@ -22,7 +22,8 @@ def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterat
     """The report as the weights are; inside the block, the model's configuration declares the same.
 
     A layer that has left its grid is not quantized, one with fewer zeros than reported has its actual sparsity; a note
-    names them. With a compaction, no zeros are declared.
+    names them. A layer that is no longer n:m keeps its zeros in the report, by which `load_pruned` refuses it. With a
+    compaction, no zeros are declared.
 
     Args:
         model: a pruned `PreTrainedModel`.
@@ -61,7 +62,7 @@ def _changed(model: Any, report: PruneReport, grids: bool) -> tuple[list[str], d
             for key in keys:
                 weight, layer = model.get_parameter(key).detach(), layers[key]
                 count = weight.numel() - int(torch.count_nonzero(weight))
-                if count < round(layer.sparsity * weight.numel()):
+                if entries[key].nm is None and count < round(layer.sparsity * weight.numel()):
                     zeros[layer.name] = count / weight.numel()
                 if grids and layer.bits is not None and not _is_on_grid(entries[key], weight):
                     off.append(layer.name)

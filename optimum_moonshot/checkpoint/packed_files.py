@@ -234,11 +234,7 @@ def save_streamed(
     for name, value in options.items():
         supported = name == "save_original_format"
         require(supported, "not for a model that is offloaded or packed in memory", field=name, value=value)
-    try:
-        size = convert_file_size_to_int(max_shard_size)
-    except ValueError:
-        message = 'give a number of bytes, or "5GB"'
-        raise MoonshotError(message, field="max_shard_size", value=max_shard_size) from None
+    size = shard_bytes(max_shard_size)
     with warnings.catch_warnings(), without_transformers_bars():
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, state_dict={})  # all files but the weights
@@ -263,6 +259,16 @@ def save_streamed(
         _write_config(folder, folder, packed)
     count = {"total_parameters": model.num_parameters()} if writer.count > 1 else {}  # as transformers writes it
     writer.finish({"metadata": count})
+
+
+def shard_bytes(size: Any) -> int:
+    """`max_shard_size` as a number; `MoonshotError` for anything but a number of bytes, or text such as "5GB"."""
+    try:
+        require(isinstance(size, int | str) and not isinstance(size, bool), "")
+        return convert_file_size_to_int(size)
+    except ValueError:
+        message = 'give a number of bytes, or "5GB"'
+        raise MoonshotError(message, field="max_shard_size", value=size) from None
 
 
 def _parts(model: Any, size: int) -> Iterator[Part]:

@@ -2,13 +2,13 @@
 
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import replace_file, staged, writing
@@ -22,7 +22,7 @@ from .compressed_tensors import export_files, quantized_grids
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
 from .origin import Origin, append_files
-from .packed_files import FORMATS, pack_files, save_streamed
+from .packed_files import FORMATS, pack_files, save_streamed, shard_bytes
 from .reload_check import check_reloads
 from .weight_files import EXPORT, stored_format
 
@@ -124,6 +124,13 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
         require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
         require(name != "is_main_process", "call it in one process, which writes everything", field=name)
         require(name in supported, f"{cls.__name__}.save_pretrained has no such option", field=name, value=value)
+        if name == "max_shard_size":
+            shard_bytes(value)
+        tensors = isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
+        weights = name != "state_dict" or value is None or tensors
+        require(weights, "give the weights by their names", field=name, value=value)
+        suffix = name != "variant" or value is None or (isinstance(value, str) and Path(value).name == value)
+        require(suffix, 'give a name such as "fp16"', field=name, value=value)
         without = name != "variant" or format == "dense"
         require(without, "a packed checkpoint has no variants", field=name, value=value)
     return format

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import MoonshotError, require
+from ..errors import MAX_INT, MoonshotError, require
 from .row_slices import CPU_BYTES, row_slices, slices_within
 
 BITS = (8, 4, 3)
@@ -39,7 +39,7 @@ class Grid:
     def __post_init__(self) -> None:
         usage = f"give {', '.join(map(str, BITS))} or None"
         require(type(self.bits) is int and self.bits in BITS, usage, field="bits", value=self.bits)
-        valid = type(self.group) is int and self.group > 0 and self.group % BLOCK == 0
+        valid = type(self.group) is int and 0 < self.group <= MAX_INT and self.group % BLOCK == 0
         require(valid, f"give a multiple of {BLOCK}", field="quant_group", value=self.group)
 
     def with_dtype(self, dtype: torch.dtype) -> "Grid":

@@ -77,7 +77,10 @@ class PackedModule(nn.Module):
     def matrix_of(self, weight: str) -> Tensor:
         """A packed weight as a dense matrix [d_out, d_in], unpacked on every call."""
         codec, shape = self.packed[weight]
-        return codec.unpack(self.parts_of(weight), shape, self.plan_of(weight))
+        parts = self.parts_of(weight)
+        if any(part.is_meta for part in parts.values()):
+            return torch.empty(shape, dtype=self.dtype_of(weight), device="meta")
+        return codec.unpack(parts, shape, self.plan_of(weight))
 
     @staticmethod
     def initialized(weight: Tensor) -> Tensor:

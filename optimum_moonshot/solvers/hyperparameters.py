@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MAX_INT, MoonshotError, Option, Text, require
 from ..objective.linalg import MAX_DAMPING
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
@@ -89,7 +89,7 @@ def check_option(option: dataclasses.Field[Any], value: Any) -> None:
     valid = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if valid and kind in (int, float):
         valid = (
-            math.isfinite(value)
+            (math.isfinite(value) if isinstance(value, float) else abs(value) <= MAX_INT)
             and bounds.get("least", -math.inf) <= value <= bounds.get("most", math.inf)
             and value > bounds.get("above", -math.inf)
         )

@@ -16,6 +16,7 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
+from optimum_moonshot.checkpoint.in_memory import is_packed
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 SETTINGS = [
@@ -194,6 +195,11 @@ def test_layers_that_packing_would_enlarge_stay_dense(tmp_path):
         (dict(is_main_process=False), "call it in one process"),
         (dict(max_shards=1), "max_shards=1: LlamaForCausalLM.save_pretrained has no such option"),
         (dict(variant="fp16"), "a packed checkpoint has no variants"),
+        (dict(variant="a/b"), "variant='a/b': give a name"),
+        (dict(state_dict=True), "state_dict=True: give the weights by their names"),
+        (dict(state_dict={"a": 1}), "state_dict={'a': 1}: give the weights by their names"),
+        (dict(max_shard_size="lots"), "max_shard_size='lots': give a number of bytes"),
+        (dict(max_shard_size=None), "max_shard_size=None: give a number of bytes"),
     ],
     ids=str,
 )
@@ -201,6 +207,18 @@ def test_unsupported_options_are_refused_before_writing(options, words, tmp_path
     with pytest.raises(MoonshotError, match=words):
         pruned().save_pretrained(tmp_path / "out", format="packed", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_packed_model_on_the_meta_device_is_unpacked_there(name):
+    pruner = pruned(name)
+    shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in pruner.model.state_dict().items()}
+    pruner.to_runtime("packed")
+    assert is_packed(pruner.model)
+    model = pruner.model.to("meta")
+    model.dequantize()
+    assert not is_packed(model) and all(tensor.is_meta for tensor in model.state_dict().values())
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in model.state_dict().items()} == shapes
 
 
 def test_invalid_paths_are_refused(tmp_path):
