@@ -13,10 +13,11 @@ from torch import nn
 
 from ..errors import require
 from ..torch_settings import shared, usual_settings
-from .calls import CALL, calling
+from .calls import CALL, calling, model_device
 
 # Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
+_ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers, without those inside it
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
 
 
@@ -44,6 +45,25 @@ def uncompiled(model: nn.Module) -> nn.Module:
     message = f"{inside.rpartition('.')[0]} was replaced by torch.compile(module), so its weights have other names"
     require(not inside, message, field="model", hint="compile it in place by module.compile(), or after the pruning")
     return model
+
+
+@contextmanager
+def differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Meanwhile a model on the CPU computes attention without flex attention, which has no backward pass there.
+
+    Yields a note for the report, if that changes anything.
+    """
+    configs = {id(config): config for each in model.modules() if (config := vars(each).get("config")) is not None}
+    flex = [config for config in configs.values() if getattr(config, _ATTENTION, None) == "flex_attention"]
+    flex = flex if flex and model_device(model).type == "cpu" else []
+    other = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    for config in flex:
+        setattr(config, _ATTENTION, other)
+    try:
+        yield (f"attention was computed by {other!r}: flex attention has no backward pass on CPUs",) if flex else ()
+    finally:
+        for config in flex:
+            setattr(config, _ATTENTION, "flex_attention")
 
 
 def _without_wrappers(model: nn.Module) -> Iterator[AbstractContextManager[None]]:

@@ -21,6 +21,7 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
+from .isolation import differentiable_attention
 from .layers import Block, PrunableLayer, Structure, differentiated_in_turn, find_structure
 from .model_info import max_positions, vocabulary_size
 
@@ -152,7 +153,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
         return random.clone()  # the model may write to it in place, which a leaf forbids
 
-    with ExitStack() as hooks:
+    with differentiable_attention(model), ExitStack() as hooks:
         for block in blocks:
             for layer in block.layers:
                 for module in layer.modules:

@@ -14,8 +14,8 @@ from torch import nn
 from ..checkpoint.in_memory import is_packed
 from ..distributed.ranks import SINGLE_PROCESS, processes
 from ..errors import require
-from ..model.calls import CALL, Forward, called_by, calling, model_device
-from ..model.isolation import isolated
+from ..model.calls import CALL, Forward, called_by, calling
+from ..model.isolation import differentiable_attention, isolated
 from ..model.layers import find_blocks, rest_onloaded
 from ..model.offload import write_to
 from ..model.wide_products import wide_products
@@ -24,7 +24,6 @@ from .selection import Subject
 _APPLIED: dict[nn.Module, int] = {}  # models with the weights of a variant, and how many contexts gave them some
 _RUNNING: set[nn.Module] = set()  # the models of runs, and their modules above the blocks
 _LOCK = threading.Lock()
-_ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers, without those inside it
 PACKED = 'the model is packed in memory: call pruner.to_runtime("dense") first'
 
 
@@ -53,7 +52,7 @@ def run_context(
     with (
         isolated(model),
         _running(model, call or "plan"),
-        _differentiable_attention(model) as notes,
+        differentiable_attention(model) as notes,
         together as ranks,
         called_by(model, forward),
         rest_onloaded(model),
@@ -78,25 +77,6 @@ def _check_writable(model: nn.Module) -> None:
         shared = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
         message = f"entries of {name} share their memory, as those of expand() do"
         require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
-
-
-@contextmanager
-def _differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Meanwhile a model on the CPU computes attention without flex attention, which has no backward pass there.
-
-    Yields a note for the report, if that changes anything.
-    """
-    configs = {id(config): config for each in model.modules() if (config := vars(each).get("config")) is not None}
-    flex = [config for config in configs.values() if getattr(config, _ATTENTION, None) == "flex_attention"]
-    flex = flex if flex and model_device(model).type == "cpu" else []
-    other = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    for config in flex:
-        setattr(config, _ATTENTION, other)
-    try:
-        yield (f"attention was computed by {other!r}: flex attention has no backward pass on CPUs",) if flex else ()
-    finally:
-        for config in flex:
-            setattr(config, _ATTENTION, "flex_attention")
 
 
 @contextmanager

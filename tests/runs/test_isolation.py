@@ -242,6 +242,16 @@ def test_flex_attention_on_a_cpu_is_noted_and_restored(changes):
     assert model.config._attn_implementation == "flex_attention"
 
 
+@pytest.mark.slow  # compiles the attention
+def test_a_model_with_flex_attention_becomes_compact():
+    run, changes = RUNS["compact"]
+    usual, pruner = pruner_of(make("llama"), **changes), pruner_of(make("llama"), **changes)
+    pruner.model.set_attn_implementation("flex_attention")
+    for each in (usual, pruner):
+        run(each)
+    assert_same(pruner.model, weights(usual.model))
+
+
 def in_thread(call):
     """The error of a call in another thread, or None."""
     errors = []
