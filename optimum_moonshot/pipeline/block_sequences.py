@@ -97,8 +97,8 @@ def is_sequential(
 
     def leave(i: int, output: Any) -> Any:
         outputs[i] = first_tensor(output)
-        if i < len(blocks) - 1:
-            return output
+        if not gradients or i < len(blocks) - 1:
+            return None
         # A pass cuts the graph here by another tensor, which the loss must read: feature maps are the block's own.
         outputs[i] = outputs[i].clone()
         return outputs[i] if isinstance(output, Tensor) else (outputs[i], *output[1:])
