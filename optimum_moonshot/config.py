@@ -97,7 +97,7 @@ class MoonshotConfig:
         sequence_length: tokens per sample; None is the model's longest, at most 2048.
         seed: of the sampling of calibration data. Equal seeds give bit-identical models.
         [Cost]
-        batch_size: samples per forward pass of a layer. It changes memory and speed, not the result.
+        batch_size: samples per forward pass of a layer. It changes memory and speed, and the result by rounding only.
         max_memory: bytes (or "8GiB") for statistics and caches on the model's device; the rest is stored in host
             memory. None is 60% of the free memory at the start. The run reduces it after an out-of-memory error.
         offload_dir: a folder for caches that exceed host memory; its files are removed at the end.
@@ -321,7 +321,7 @@ class MoonshotConfig:
     def fingerprint(self) -> str:
         """Return all settings that change the result, as text: equal for equal settings, however they were given."""
         values = self.to_dict()
-        for name in ("offload_dir", "max_memory", "solver_options", *SHARED_OPTIONS):
+        for name in ("offload_dir", "max_memory", "batch_size", "solver_options", *SHARED_OPTIONS):
             del values[name]
         for name, value in self.hyperparameters().items():
             values[name if name in SHARED_OPTIONS else f'solver_options["{name}"]'] = value

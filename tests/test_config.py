@@ -367,7 +367,7 @@ def test_equal_settings_have_one_fingerprint():
         dict(damping=0.01),
         dict(block_size=128),
         dict(solver_options={"block_size": 128, "damping": 0.01}),
-        dict(max_memory="1GiB", offload_dir="folder"),
+        dict(max_memory="1GiB", offload_dir="folder", batch_size=1),
         dict(targets=None, ignore=[]),
     ):
         assert dataclasses.replace(config, **same).fingerprint() == config.fingerprint(), same

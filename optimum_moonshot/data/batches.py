@@ -4,6 +4,7 @@ A batch of one sample may contain tensors of other lengths, such as the patches 
 """
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,12 +90,14 @@ def _as_tensor(value: Any, what: str) -> Tensor:
 
 
 def digest(batches: list[Batch]) -> str:
-    """sha256 of the keys, shapes, dtypes and bytes of all batches in order."""
+    """sha256 of the keys, shapes, dtypes and bytes of all samples in order, however they are divided into batches."""
     sha = hashlib.sha256()
-    for batch in batches:
-        for name, tensor in sorted(batch.items()):
-            sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            sha.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    for sample in map(without_padding, split_batches(batches, 1)):
+        for name, tensor in sorted(sample.items()):
+            if name != "attention_mask" or not bool(tensor.all()):  # only batches with padding have one
+                sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+                row = tensor.clone(memory_format=torch.contiguous_format).flatten()
+                sha.update(row.view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
@@ -167,6 +170,12 @@ def samples_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
             selected.append(batch if high - low == size else take(batch, low, high))
         first += size
     return selected
+
+
+def cut_batches(batches: list[Batch], sizes: list[int]) -> list[Batch]:
+    """The same samples in the same order, in batches that end where consecutive parts of these sizes end."""
+    ends = itertools.accumulate(sizes, initial=0)
+    return [batch for start, stop in itertools.pairwise(ends) for batch in samples_between(batches, start, stop)]
 
 
 def without_padding(batch: Batch) -> Batch:

@@ -42,7 +42,7 @@ class CalibrationData:
     num_samples: int
     sequence_length: int | None  # longest sample, in tokens; None without input_ids
     source: str  # "c4", a path, "list of 128 strings"
-    digest: str  # sha256 of keys, shapes, dtypes and bytes of all batches in order
+    digest: str  # sha256 of keys, shapes, dtypes and bytes of all samples in order
     notes: tuple[str, ...]
     model_inputs: bool = False  # the source contained model inputs, not text
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..data.batches import Batch, batch_size, split_batches
+from ..data.batches import Batch, batch_size, cut_batches, split_batches
 from ..errors import Option, Text, require
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer, all_onloaded
@@ -30,7 +30,7 @@ from ..reports.prune_report import BlockReport
 from .gradual import Gradual
 from .student import BlockTask, Student, Tensors, padding_mask
 from .targets import DenseBlocks, captured
-from .tuning import Tuner, part_size
+from .tuning import Tuner, part_size, step_parts
 from .whole_blocks import changes_structure, shared_names, trainable
 
 
@@ -86,7 +86,8 @@ class Recovery:
         data = prepared.calibration  # `plan` refuses to recover without
         self.config, self.structure, self.store = variant.selection.config, variant.selection.structure, variant.store
         self.backoff, self.storage = prepared.backoff.single_process(), prepared.storage
-        self.whole_batches = split_batches(data.batches, part_size(data.num_samples))
+        self.parts = step_parts(data.num_samples)
+        self.whole_batches = cut_batches(data.batches, self.parts)
         self.gradual: Gradual | None = None
         if self.config.recover == "gradual":
             solver, steps = variant.selection.solver, self.config.recovery_steps
@@ -189,8 +190,8 @@ class Recovery:
 
     def _recover(self, stage: RecoveryStage) -> tuple[BlockReport, Tensors, Tensors]:
         started, student, task = time.perf_counter(), stage.student, stage.task
-        sizes = [batch_size(batch) for batch in self.whole_batches]
-        tuner = Tuner(student, task, self.config, stage.number, sizes, self.backoff.samples)
+        pieces = [batch_size(batch) for batch in self.batches()]
+        tuner = Tuner(student, task, self.config, stage.number, self.parts, pieces)
         before, pruned = tuner.loss(), student.snapshot()
         after, notes = before, ["nothing to tune: it equals the dense block"]
         if before:

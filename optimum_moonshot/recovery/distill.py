@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..calibration.storage import DEFAULT_SHARE, free_memory
-from ..data.batches import Batch, batch_size, sample_count, samples_between, split_batches, take
+from ..data.batches import Batch, batch_size, cut_batches, sample_count, samples_between, take
 from ..model.calls import called_by, forward_of, model_device, run_model, to_device
 from ..model.layers import onloaded_in_turn
 from ..pipeline.backoff import PassTooLarge
@@ -33,7 +33,7 @@ from ..reports.prune_report import MODEL, BlockReport
 from .distill_state import DistillState
 from .masters import Optimizer, StudentModel
 from .teacher import Teacher
-from .tuning import EVALUATIONS, part_size, split_heldout
+from .tuning import EVALUATIONS, divide_parts, step_parts
 
 WHERE = "distillation"
 
@@ -62,9 +62,9 @@ class Distillation:
         dense = prepared.subject.teacher
         self.teacher = Teacher(prepared.model if dense is None else dense.model, prepared.storage)
         self.device = model_device(prepared.model)
-        size = part_size(prepared.calibration.num_samples)
-        self.batches = split_batches(prepared.calibration.batches, size)
-        self.groups, self.heldout = split_heldout([batch_size(batch) for batch in self.batches])
+        parts = step_parts(prepared.calibration.num_samples)
+        self.batches = cut_batches(prepared.calibration.batches, parts)
+        self.groups, self.heldout = divide_parts(parts, [batch_size(batch) for batch in self.batches])
 
     def run(self) -> float:
         """Distill in all processes, unless the store has the result; returns the seconds."""

@@ -45,15 +45,24 @@ def split_heldout(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
     return steps, heldout
 
 
-def divide_parts(sizes: list[int], samples: int | None) -> tuple[list[list[int]], list[int]]:
-    """As `split_heldout`, with the indices of the parts after batches are split into parts of `samples`."""
-    counts = [1 if samples is None else -(-size // samples) for size in sizes]
-    ends = list(itertools.accumulate(counts))
-    parts = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+def step_parts(num_samples: int) -> list[int]:
+    """The samples of the parts that steps consist of, whatever batches the data has.
+
+    Raises:
+        MoonshotError: fewer than 2 samples.
+    """
+    size, ends = part_size(num_samples), [*range(0, num_samples, STEP_SAMPLES), num_samples]
+    return [min(size, stop - start) for first, stop in itertools.pairwise(ends) for start in range(first, stop, size)]
+
+
+def divide_parts(sizes: list[int], pieces: list[int]) -> tuple[list[list[int]], list[int]]:
+    """As `split_heldout`, with the indices of the pieces that the parts are divided into, by their samples."""
+    ends, starts = [*itertools.accumulate(sizes)], [0, *itertools.accumulate(pieces)][:-1]
     steps, heldout = split_heldout(sizes)
 
-    def split(batches: list[int]) -> list[int]:
-        return [part for index in batches for part in parts[index]]
+    def split(parts: list[int]) -> list[int]:
+        ranges = [range(ends[part] - sizes[part], ends[part]) for part in parts]
+        return [piece for samples in ranges for piece, start in enumerate(starts) if start in samples]
 
     return [split(step) for step in steps], split(heldout)
 
@@ -61,8 +70,8 @@ def divide_parts(sizes: list[int], samples: int | None) -> tuple[list[list[int]]
 class Tuner:
     """Trains a student on a task.
 
-    The batches are visited in random orders, which differ by block, of index `number`. `sizes` are their samples; the
-    task has them in parts of at most `samples` samples, or whole (None).
+    The steps are taken in random orders, which differ by block, of index `number`. `sizes` are the samples of their
+    parts, `pieces` those of the batches of the task.
     """
 
     def __init__(
@@ -72,11 +81,11 @@ class Tuner:
         config: MoonshotConfig,
         number: int,
         sizes: list[int],
-        samples: int | None = None,
+        pieces: list[int],
     ):
         self.student, self.task, self.lr = student, task, config.recovery_lr
         self.total = config.recovery_steps
-        self.groups, self.heldout = divide_parts(sizes, samples)
+        self.groups, self.heldout = divide_parts(sizes, pieces)
         self.order = self._batches((config.seed + number) % 2**63)
         self.taken = 0  # steps in all phases
 

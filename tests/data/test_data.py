@@ -107,8 +107,8 @@ def test_the_digest_depends_on_names_shapes_dtypes_and_values():
     variants = [{"x": base}, {"y": base}, {"x": base.view(3, 2)}, {"x": base.view(torch.int32)}, {"x": base + 1e-3}]
     variants += [{"x": base, "y": base}, {"x": base.bfloat16()}, {"x": base > 2}]
     digests = [inputs([item], len(next(iter(item.values())))).digest for item in variants]
-    digests += [inputs([{"x": base}], 2, batch_size=1).digest]
-    assert len(set(digests)) == len(digests) == 9 and all(len(digest) == 64 for digest in digests)
+    assert len(set(digests)) == len(digests) == 8 and all(len(digest) == 64 for digest in digests)
+    assert inputs([{"x": base}], 2, batch_size=1).digest == digests[0]
     for moved in (base.T.contiguous().T, base.repeat_interleave(2, 1)[:, ::2]):
         assert inputs([{"x": moved}], 2).digest == digests[0]  # independent of the memory layout
     assert inputs([{"x": base[:, None], "y": torch.arange(4)[::2]}], 2).num_samples == 2

@@ -170,5 +170,5 @@ def test_smaller_batches_keep_the_samples_of_each_optimizer_step(sizes, samples)
 
     parts = [min(samples or size, size - start) for size in sizes for start in range(0, size, samples or size)]
     steps, heldout = tuning.split_heldout(sizes)
-    split, split_heldout = tuning.divide_parts(sizes, samples)
+    split, split_heldout = tuning.divide_parts(sizes, parts)
     assert samples_of(parts, [*split, split_heldout]) == samples_of(sizes, [*steps, heldout])

@@ -26,10 +26,11 @@ from recovery_runs import prune as prune_and_recover
 from reference_recovery import hidden_states, recover, relative_errors
 
 from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot.data.batches import batch_size, cut_batches
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.recovery import tuning
 from optimum_moonshot.recovery.student import BlockTask, padding_mask
-from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, part_size, split_heldout
+from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, divide_parts, part_size, split_heldout, step_parts
 
 SETTINGS = {"recover": "blockwise", "recover_steps": 10}
 config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)
@@ -245,6 +246,30 @@ def test_every_sample_trains_or_is_held_out(samples):
     assert max(1, samples // 8) <= kept < max(2, samples // 4)
     for group in groups[:-1]:
         assert STEP_SAMPLES <= sum(sizes[index] for index in group) < 2 * STEP_SAMPLES
+
+
+@pytest.mark.parametrize("recover", ["blockwise", "gradual", "distill"])
+def test_the_batch_size_changes_the_result_by_rounding_only(recover):
+    results = []
+    for size in (8, 3, 1):
+        model = make("llama")
+        report = prune(model, token_batches(24), num_samples=24, recover=recover, recover_steps=3, batch_size=size)
+        results.append((report, dict(model.named_parameters())))
+    for report, parameters in results[1:]:
+        assert [block.steps for block in report.recovery] == [block.steps for block in results[0][0].recovery]
+        for name, expected in results[0][1].items():
+            assert torch.allclose(parameters[name], expected, atol=1e-4), name
+
+
+@pytest.mark.parametrize("batches", [[8] * 3, [3] * 8, [5, 3, 16], [1] * 24])
+def test_steps_have_the_same_samples_whatever_the_batches(batches):
+    parts, data = step_parts(24), [{"input_ids": torch.arange(size)[:, None]} for size in batches]
+    pieces = [batch_size(batch) for batch in cut_batches(data, parts)]
+    samples = torch.arange(24).split(pieces)
+    steps, heldout = divide_parts(parts, pieces)
+    assert [torch.cat([samples[piece] for piece in each]).tolist() for each in (*steps, heldout)] == [
+        [*range(8)], [*range(8, 16)], [16, 17, 18], [*range(19, 24)],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,26 @@ def test_a_result_of_another_run_is_not_taken(tmp_path, change):
     assert_same(again.model, expected)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_run_resumes_with_another_batch_size(tmp_path, padded):
+    """As after an out-of-memory error."""
+    torch.manual_seed(0)
+    texts = [{"input_ids": torch.randint(3, 90, (1, 12 - (index % 5 if padded else 0)))} for index in range(6)]
+    lengths = [len(each["input_ids"][0]) for each in texts]
+    ids = torch.stack(
+        [torch.nn.functional.pad(each["input_ids"][0], (0, 12 - len(each["input_ids"][0]))) for each in texts]
+    )
+    together = {"input_ids": ids}
+    if padded:
+        together["attention_mask"] = (torch.arange(12) < torch.tensor(lengths)[:, None]).long()
+    first = pruner(batch_size=6)
+    first.prune([together], progress=False, resume_dir=tmp_path / "run")
+    again = pruner(batch_size=1)
+    report = again.prune(texts if padded else [together], progress=False, resume_dir=tmp_path / "run")
+    assert any("21 layers were taken over" in note for note in report.notes)
+    assert_same(again.model, weights(first.model))
+
+
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     prune(tmp_path / "run")
     path = tmp_path / "run" / LAYERS / "model.layers.0.mlp.up_proj.safetensors"
