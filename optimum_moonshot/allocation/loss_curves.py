@@ -62,10 +62,9 @@ def loss_curve(
     try:
         if layer.separate:
             assert not hasattr(statistics, "solve")
-            weights, masks = (
-                None if each is None else each.unflatten(0, (layer.groups, -1)) for each in (weight, mask)
-            )
-            return _expert_curves(solver, weights, masks, statistics, patterns, grids)
+            experts = layer.groups, -1
+            masks = None if mask is None else mask.unflatten(0, experts)
+            return _expert_curves(solver, weight.unflatten(0, experts), masks, statistics, patterns, grids)
         assert isinstance(statistics, LayerStatistics)
         curve = matrix_curve(solver, weight, statistics, patterns, grids, mask)
     except FactorizationError as error:

@@ -185,7 +185,9 @@ class WeightLocations:
         known, total = [size for size in sizes if size is not None], sum(mask.numel() for mask in masks.values())
         each = sum(known) / total if len(known) == len(sizes) else None  # bytes of a weight
         return {
-            self.parameters[name]: Zeros(mask, first.stored, made.get(name), each and round(each * mask.numel()))
+            self.parameters[name]: Zeros(
+                mask, first.stored, made.get(name), None if each is None else round(each * mask.numel())
+            )
             for name, mask in masks.items()
             if name in self.parameters
         }
@@ -209,10 +211,10 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
     except MoonshotError as error:
         report = declared.report
         names = () if report is None or report.compacted else tuple(report.layers)
-        located = {weight: weight.removesuffix(".weight") for weight in weights}
+        by_name = {weight: weight.removesuffix(".weight") for weight in weights}
         note = f"the layers are known from the report alone: {reason(error)}"
-        located = {weight: name for weight, name in located.items() if name in set(names)}
-        return WeightLocations(names, located, notes=(note,))
+        by_name = {weight: name for weight, name in by_name.items() if name in set(names)}
+        return WeightLocations(names, by_name, notes=(note,))
     layers = _declared_layers(declared, model)
     selected = set(layers)
     pruned = {name: layer for name, _, layer in named_layers(model) if name in selected and layer is not None}

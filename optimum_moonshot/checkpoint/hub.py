@@ -123,7 +123,7 @@ def download_others(
         return None
     except (HfHubHTTPError, HTTPError, OSError) as error:
         _log.warning("%s: of its other files, only those in the cache are copied: %s", name, reason(error))
-    return Path(cached).parent
+    return Path(str(cached)).parent
 
 
 def open_repository(

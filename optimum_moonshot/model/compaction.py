@@ -324,6 +324,9 @@ def build_smaller(
         config: of the smaller model.
         state: its tensors, by name.
         sources: name of a parameter of the smaller model → its name in the larger one, where these differ.
+
+    Raises:
+        MoonshotError: the architecture cannot be created in this size.
     """
     try:
         with without_transformers_bars():
