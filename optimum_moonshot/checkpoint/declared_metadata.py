@@ -173,8 +173,7 @@ class WeightLocations:
             MoonshotError: the stored weights have other shapes than config.json declares.
         """
         if conversion is None:
-            owners = {weight: self.layer_of(weight, None) for weight in contents}
-            return {name: contents[weight] for weight, name in owners.items() if name is not None}
+            return {self.weights[weight]: content for weight, content in contents.items() if weight in self.weights}
         first, sizes = next(iter(contents.values())), [content.bytes for content in contents.values()]
         weights = {weight: content.weight for weight, content in contents.items() if content.weight is not None}
         try:
@@ -183,11 +182,13 @@ class WeightLocations:
         except Exception as error:  # of transformers' operations
             raise MoonshotError(f"transformers cannot convert it: {reason(error)}") from error
         known, total = [size for size in sizes if size is not None], sum(mask.numel() for mask in masks.values())
-        each = sum(known) / total if len(known) == len(sizes) else None  # bytes of a weight
+
+        def share(mask: Tensor) -> int | None:
+            """The bytes of a part of the stored weights."""
+            return round(sum(known) * mask.numel() / total) if len(known) == len(sizes) else None
+
         return {
-            self.parameters[name]: Zeros(
-                mask, first.stored, made.get(name), None if each is None else round(each * mask.numel())
-            )
+            self.parameters[name]: Zeros(mask, first.stored, made.get(name), share(mask))
             for name, mask in masks.items()
             if name in self.parameters
         }
@@ -223,12 +224,12 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
     converted = tuple(conversions(model, weights))
     apart = {weight for conversion in converted for weight, _ in conversion.sources}
     owners = {name: names_by_weight.get(id(parameter)) for name, parameter in parameters.items()}
-    located = {weight: owners.get(stored.get(weight, "")) for weight in weights if weight not in apart}
+    places = {weight: owners.get(stored.get(weight, "")) for weight in weights if weight not in apart}
     # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.
     transposed = frozenset(name for name, layer in pruned.items() if layer.axes in ((1, 0), (2, 1)))
     return WeightLocations(
         tuple(layers),
-        {weight: name for weight, name in located.items() if name},
+        {weight: name for weight, name in places.items() if name},
         converted,
         {parameter: name for parameter, name in owners.items() if name},
         transposed,

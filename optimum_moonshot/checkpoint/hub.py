@@ -112,18 +112,19 @@ def download_others(
     """
     try:
         cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
-        if not isinstance(cached, str):
-            return None
-        commit = Path(cached).parent.name
-        if not hub.get("local_files_only"):
-            tree = HfApi(token=hub.get("token")).list_repo_tree(name, revision=commit, recursive=True)
-            names = [escape(file.path) for file in tree if isinstance(file, RepoFile) and wanted(file.path, file.size)]
-            snapshot_download(name, revision=commit, cache_dir=cache_dir, allow_patterns=names, **hub)
     except HFValidationError:  # a folder that is gone
         return None
+    if not isinstance(cached, str):
+        return None
+    folder = Path(cached).parent
+    try:
+        if not hub.get("local_files_only"):
+            tree = HfApi(token=hub.get("token")).list_repo_tree(name, revision=folder.name, recursive=True)
+            names = [escape(file.path) for file in tree if isinstance(file, RepoFile) and wanted(file.path, file.size)]
+            snapshot_download(name, revision=folder.name, cache_dir=cache_dir, allow_patterns=names, **hub)
     except (HfHubHTTPError, HTTPError, OSError) as error:
         _log.warning("%s: of its other files, only those in the cache are copied: %s", name, reason(error))
-    return Path(str(cached)).parent
+    return folder
 
 
 def open_repository(

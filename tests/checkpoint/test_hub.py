@@ -47,6 +47,14 @@ def test_everything_is_published_in_one_commit(session):
     assert sum(name.endswith(".safetensors") for name in hub.files["me/small"]) > 1
 
 
+def test_files_beside_the_weights_are_published_too(session):
+    _, hub = session
+    published = hub.files["me/small"]
+    for name in ("LICENSE", "modules.json", "1_Pooling/config.json"):
+        assert published[name] == f"content of {name}".encode()
+    assert not {"onnx/model.onnx", "tf_model.h5"} & published.keys()
+
+
 def test_packed_shards_are_loaded_from_the_hub_and_only_with_this_package(session):
     done, hub = session
     assert sum(name.startswith("moonshot-") for name in hub.files["me/shards"]) > 1

@@ -42,7 +42,7 @@ def error(call):
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def same(model, other):
@@ -94,6 +94,9 @@ def publish_base(folder):
 
     make("llama").to(torch.bfloat16).save_pretrained(folder)
     (folder / "README.md").write_text(BASE_CARD)
+    for name in ("LICENSE", "modules.json", "1_Pooling/config.json", "onnx/model.onnx", "tf_model.h5"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"content of {name}")
     HfApi(token=TOKEN).create_repo("org/base")
     HfApi(token=TOKEN).upload_folder(repo_id="org/base", folder_path=folder)
 
