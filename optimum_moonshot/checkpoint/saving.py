@@ -61,19 +61,26 @@ def save_model(
 
 def _write_model(model: Any, folder: Path, format: str, **options: Any) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
-    if is_offloaded(model):
-        save_streamed(model, folder, format == "packed", **options)
-    else:
-        try:
+    streamed = is_offloaded(model)
+    try:
+        if streamed:
+            save_streamed(model, folder, format == "packed", **options)
+        else:
             model.save_pretrained(folder, **options)
-        except RuntimeError as error:
-            if "shared tensors" not in str(error):
-                raise
-            message = f"it shares weights that its class does not declare as tied: {reason(error)}"
-            hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
-            raise MoonshotError(message, field="model", hint=hint) from error
-        if format == "packed":
-            pack_files(folder, folder, model)
+    except RuntimeError as error:
+        if "shared tensors" not in str(error):
+            raise
+        message = f"it shares weights that its class does not declare as tied: {reason(error)}"
+        hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
+        raise MoonshotError(message, field="model", hint=hint) from error
+    except ValueError as error:
+        if "GenerationConfig is invalid" not in str(error):
+            raise
+        why = "; ".join(line[2:] for line in str(error).splitlines() if line.startswith("- ")) or reason(error)
+        hint = "change it, such as model.generation_config.temperature = None, and save again"
+        raise MoonshotError(why, field="generation_config", hint=hint) from error
+    if format == "packed" and not streamed:
+        pack_files(folder, folder, model)
     check_reloads(model, folder)
     if format == EXPORT:
         export_files(folder, folder, model)
