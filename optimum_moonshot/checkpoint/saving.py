@@ -74,17 +74,25 @@ def _write_model(
 ) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
     unloaded = origin.parts(model, report, options.get("variant"))
-    if is_offloaded(model):
-        save_streamed(model, folder, format == "packed", unloaded, **options)
-    else:
-        try:
+    streamed = is_offloaded(model)
+    try:
+        if streamed:
+            save_streamed(model, folder, format == "packed", unloaded, **options)
+        else:
             model.save_pretrained(folder, **options)
-        except RuntimeError as error:
-            if "shared tensors" not in str(error):
-                raise
-            message = f"it shares weights that its class does not declare as tied: {reason(error)}"
-            hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
-            raise MoonshotError(message, field="model", hint=hint) from error
+    except RuntimeError as error:
+        if "shared tensors" not in str(error):
+            raise
+        message = f"it shares weights that its class does not declare as tied: {reason(error)}"
+        hint = "give each module a copy of its weight: module.weight = torch.nn.Parameter(module.weight.clone())"
+        raise MoonshotError(message, field="model", hint=hint) from error
+    except ValueError as error:
+        if "GenerationConfig is invalid" not in str(error):
+            raise
+        why = "; ".join(line[2:] for line in str(error).splitlines() if line.startswith("- ")) or reason(error)
+        hint = "change it, such as model.generation_config.temperature = None, and save again"
+        raise MoonshotError(why, field="generation_config", hint=hint) from error
+    if not streamed:
         append_files(folder, unloaded)
         if format == "packed":
             pack_files(folder, folder, model)

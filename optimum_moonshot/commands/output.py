@@ -63,14 +63,14 @@ class Output:
         path = self.partial / f"seed-{seed}.json"
         with contextlib.suppress(MoonshotError, KeyError):
             stored = read_json(path) if path.is_file() else {}
-            return stored["report"] if stored["request"] == self.seed_request else None
+            return stored["report"] if (stored["request"], stored["seed"]) == (self.seed_request, seed) else None
         return None
 
     def keep_report(self, seed: int, report: dict[str, Any]) -> None:
         """Store the report of a finished seed, as JSON types."""
         if self.writes:
             with writing("output", self.args.output):
-                text = json.dumps({"request": self.seed_request, "report": report})
+                text = json.dumps({"request": self.seed_request, "seed": seed, "report": report})
                 replace_file(self.partial / f"seed-{seed}.json", text)
 
     def _remove(self, *folders: Path) -> None:

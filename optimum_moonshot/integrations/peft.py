@@ -38,6 +38,7 @@ from ..errors import MoonshotError, naming, require
 from ..masks import dense_pruned, is_pruned
 from ..model.layer_kinds import WEIGHT, find_layer
 from ..runtime.packed_linear import PackedLinear
+from ..runtime.packed_module import PackedModule
 
 HINT = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
 # Initializations that change the base weight.
@@ -94,7 +95,22 @@ def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs:
 
 
 def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
-    """As in PEFT, with packed layers."""
+    """As in PEFT, with packed layers; called before any adapter is created.
+
+    Raises:
+        MoonshotError: an adapter of a parameter that is packed in memory, which PEFT would leave out with a warning.
+    """
+    packed_weights = [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for weight in module.packed
+    ]
+    for target in getattr(config, "target_parameters", None) or ():
+        on_packed = [name for name in packed_weights if f".{name}".endswith(f".{target}")]
+        message = f"{next(iter(on_packed), target)} is packed in memory"
+        hint = 'load the model with runtime="dense", or call model.dequantize() first'
+        require(not on_packed, message, field="target_parameters", value=target, hint=hint)
     everything = str(getattr(config, "target_modules", "")).lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
     config = _maybe_include_all_linear_layers(config, model)
     if everything:

@@ -129,6 +129,7 @@ class MoonshotCallback(TrainerCallback):
                 layers = find_pruned(model, self.targets, self.ignore)
                 _warn_of_unmasked(model, layers)
                 self._keep(layers, model, optimizer)
+                self._check_restored(state)
                 return
             self._check(self.config, model, max(state.max_steps, 1), kwargs.get("train_dataloader"))
             with isolated(model) as plain:
@@ -137,6 +138,22 @@ class MoonshotCallback(TrainerCallback):
                 losses = [entry[LOSS] for entry in state.log_history if LOSS in entry]
                 self.relative_loss = losses[-1] if losses else None
                 self._keep(layers, model, optimizer)
+                self._check_restored(state)
+
+    def _check_restored(self, state: TrainerState) -> None:
+        """Raise `MoonshotError` where a resumed training lacks zeros of its checkpoint.
+
+        A Trainer does not convert the names in a checkpoint: it leaves fused experts as they are, with a warning.
+        """
+        logged = [entry[SPARSITY] for entry in state.log_history if SPARSITY in entry]
+        sparsity = 0.0 if self.masks is None else self.masks.sparsity()
+        message = f"pruned weights were not restored: their sparsity is {sparsity:.4f}"
+        require(
+            not logged or sparsity > logged[-1] - 1e-6,
+            f"{message}, and was {logged[-1] if logged else 0:.4f}",
+            field="resume_from_checkpoint",
+            hint="create the model by from_pretrained(CHECKPOINT), and resume from it as well",
+        )
 
     def _check(self, config: MoonshotConfig, model: nn.Module, steps: int, dataloader: Any) -> None:
         last, samples = max(self.schedule), config.num_samples

@@ -328,3 +328,21 @@ def test_equal_weights_give_equal_bytes(tmp_path):
     for first in (tmp_path / "0").rglob("*.safetensors"):
         copies = {(tmp_path / f"{n}" / first.relative_to(tmp_path / "0")).read_bytes() for n in range(6)}
         assert len(copies) == 1, first.name
+
+
+@pytest.mark.parametrize("where", ["dense", "packed", "in memory"])
+def test_generation_settings_that_transformers_does_not_save_are_named(where, tmp_path):
+    """The results are still there, and are saved once the setting is changed."""
+    pruner = pruned("llama", pattern="2:4")
+    if where == "in memory":
+        pruner.to_runtime("packed")
+    options = {} if where == "in memory" else {"format": where}
+    pruner.model.generation_config.update(do_sample=False, temperature=0.5)
+    with pytest.raises(
+        MoonshotError, match="generation_config: `temperature`: `do_sample` is not set.*change it"
+    ) as caught:
+        pruner.save_pretrained(tmp_path / "saved", **options)
+    assert "\n" not in str(caught.value) and not list((tmp_path / "saved").glob("*.json"))
+    pruner.model.generation_config.temperature = None
+    pruner.save_pretrained(tmp_path / "saved", **options)
+    assert_same(pruner.model, load_pruned(tmp_path / "saved", runtime="packed" if where == "in memory" else "dense"))

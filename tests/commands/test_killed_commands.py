@@ -199,6 +199,10 @@ def test_a_report_of_another_request_is_not_reused(tmp_path):
         output.keep_report(0, {"value": 1})
     with open_output(request("--device", "cpu", "--batch-size", "2")) as output:
         assert output.report(0) == {"value": 1} and output.report(1) is None
+    stored = tmp_path / "out.partial" / "seed-0.json"
+    stored.with_name("seed-1.json").write_text(stored.read_text())
+    with open_output(request()) as output:
+        assert output.report(0) == {"value": 1} and output.report(1) is None
     with open_output(request("--lam", "0.5")) as output:
         assert output.report(0) is None
     data.write_text("another")

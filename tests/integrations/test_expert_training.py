@@ -10,7 +10,7 @@ from models import token_batches
 from tiny_mixtures import experts, family, mixtral, same
 from training_runs import HALF, samples, trainer
 
-from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.masks import find_pruned
 from optimum_moonshot.model.calls import run_model
 from optimum_moonshot.model.experts import expert_parameters
@@ -45,6 +45,24 @@ def adapted_experts(model, **changes):
 
 def wrappers(model):
     return [module for module in model.modules() if isinstance(module, SparseParameter)]
+
+
+def test_experts_that_a_resumed_training_does_not_restore_are_an_error(tmp_path):
+    """Their names in the files are others, and a Trainer leaves them as they are; those of the checkpoint are right."""
+    config = MoonshotConfig(pattern="2:4", solver="magnitude", num_samples=4)
+    settings = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    whole = trainer(tmp_path, mixtral().float(), MoonshotCallback(config, begin_step=1), **settings)
+    whole.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    resumed = trainer(tmp_path / "again", mixtral().float(), MoonshotCallback(config, begin_step=1), **settings)
+    with pytest.raises(
+        MoonshotError, match="resume_from_checkpoint: .*not restored.*was 0.5000; create the model by from_"
+    ):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    model = type(whole.model).from_pretrained(checkpoint)
+    resumed = trainer(tmp_path / "again", model, MoonshotCallback(config, begin_step=1), **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert same(whole.model, resumed.model)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "jetmoe", "nemotron_h", "hunyuan_v1_moe"])

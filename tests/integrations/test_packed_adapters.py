@@ -1,5 +1,6 @@
 """LoRA on layers that are packed in memory: the function, gradients and merges of dense layers."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from masked_models import loss_of, pruned, zeros
 from models import token_batches
 from packed_models import assert_state, held, state
 from quantized_models import quantized
+from tiny_mixtures import mixtral, prune
 
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.checkpoint.in_memory import to_runtime
@@ -47,6 +49,21 @@ def both(name, dtype, masked):
 def gradients(model):
     loss_of(model, token_batches()[0]).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_an_adapter_of_packed_experts_is_refused(tmp_path):
+    """PEFT finds no such parameter, and would leave the adapter out with a warning."""
+    model = mixtral()
+    prune(model, solver="magnitude", pattern="2:4")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
+    to_runtime(model, "packed")
+    message = r"target_parameters='mlp\.experts\.down_proj'.*down_proj is packed in memory.*dequantize"
+    for adapt in (lambda: peft.get_peft_model(model, config), lambda: peft.PeftModel.from_pretrained(model, tmp_path)):
+        with pytest.raises(MoonshotError, match=message):
+            adapt()
+    model.dequantize()
+    peft.PeftModel.from_pretrained(model, tmp_path)
 
 
 @MODELS
