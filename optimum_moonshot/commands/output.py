@@ -1,7 +1,8 @@
 """The output folder DIR of a command, and DIR.partial, from which it resumes.
 
 DIR.partial/command.json   the request, and whether DIR is being written
-DIR.partial/run            results of `moonshot prune`, layer by layer
+DIR.partial/run            results of `moonshot prune` or `rotate`, layer by layer
+DIR.partial/shrink         results of the runs of `moonshot shrink`, and its measurements
 DIR.partial/seed-N         results of `moonshot sweep`
 DIR.partial/seed-N.json    the report of a finished seed
 """
@@ -45,13 +46,13 @@ class Output:
     def finish(self) -> None:
         """Remove the partial results once everything is written."""
         if self.writes:
-            self._remove(self.work(), *self.partial.glob("seed-*/"))
+            self._remove(*self.partial.glob("*/"))
             for path in [path for pattern in _WRITTEN for path in self.partial.glob(pattern)]:
                 path.unlink()
 
-    def work(self, seed: int | None = None) -> Path:
-        """The folder for the results of a run, or of the sweep of a seed."""
-        return self.partial / ("run" if seed is None else f"seed-{seed}")
+    def work(self, seed: int | None = None, several: bool = False) -> Path:
+        """The folder for the results of a run, of the sweep of a seed, or of the several runs of `moonshot shrink`."""
+        return self.partial / ("shrink" if several else "run" if seed is None else f"seed-{seed}")
 
     def discard(self, seed: int) -> None:
         """Remove the results of a seed whose report is stored."""
@@ -136,7 +137,7 @@ class Output:
             return
 
     def _clean_up(self) -> None:
-        folders = (self.work(), *self.partial.glob("seed-*/"))
+        folders = self.partial.glob("*/")
         self._remove(*(folder for folder in folders if not any(folder.rglob("*.safetensors"))))
         with contextlib.suppress(OSError):
             written = self._begun() and self.path.is_dir() and _filled(self.path)

@@ -81,7 +81,7 @@ def shrink(args: argparse.Namespace) -> None:
         pruner = load_pruner(args, config, device)
         metric = pruner_metric(pruner)
         before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
-        resumed: Path = output.work()
+        resumed: Path = output.work(several=True)
         options = {"batch_shape": tuple(args.batch_shape), "hidden_multiple": args.hidden_multiple}
         report = pruner.shrink(calibration, **target, **options, resume_dir=resumed)
         assert pruner.report is not None

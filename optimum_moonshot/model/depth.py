@@ -68,14 +68,16 @@ class _Stack:
 
 
 def remove_blocks(
-    model: PreTrainedModel, blocks: Collection[int], inputs: Batch | None = None
+    model: PreTrainedModel, blocks: Collection[int], inputs: Batch | None = None, copies: bool = True
 ) -> tuple[PreTrainedModel, BlockRemoval]:
     """A smaller model of the same class without some blocks, as if each of these returned its input.
 
     Args:
-        model: unchanged; the smaller model has copies of its tensors, so that changes of one do not affect the other.
+        model: unchanged.
         blocks: the indices of the blocks to remove, in the order of `find_blocks`, which is that of the model.
         inputs: for a forward pass of both models, in place of random tokens or pixels.
+        copies: the smaller model has copies of the tensors, so that changes of one do not affect the other; False, for
+            a model that is not used any longer: it shares them.
 
     Returns:
         A new model with the same dtype and device, which `save_pretrained` and `from_pretrained` support, and the
@@ -91,7 +93,9 @@ def remove_blocks(
     inputs = inputs or probe_inputs(model)
     config = BlockSearch(model).configuration(stacks)
     sources = {new: name for name in model.state_dict() if (new := _renamed(name, stacks)) is not None}
-    small = build_smaller(model, config, _copies(model, sources), sources)
+    state = model.state_dict()
+    tensors = _copies(state, sources) if copies else {name: state[source] for name, source in sources.items()}
+    small = build_smaller(model, config, tensors, sources)
     originals = dict(find_blocks(model))
     left = [block for block in originals.items() if block[0] not in removed]
     pairs = list(zip(left, find_blocks(small), strict=True))
@@ -159,9 +163,9 @@ def _renamed(name: str, stacks: Iterable[_Stack]) -> str | None:
     return name
 
 
-def _copies(model: nn.Module, sources: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies of tensors, from their new names to the model's; tied ones are copied once."""
-    state, tensors = dict[str, Tensor](), model.state_dict()
+def _copies(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:
+    """Copies of a model's tensors, from their new names to the model's; tied ones are copied once."""
+    state = dict[str, Tensor]()
     copies: dict[tuple[int, torch.Size], Tensor] = {}
     for name, source in sources.items():
         tensor = tensors[source]

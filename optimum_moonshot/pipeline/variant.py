@@ -46,10 +46,16 @@ class Variant:
 
     @classmethod
     def open(
-        cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+        cls,
+        prepared: Prepared,
+        selection: Selection,
+        folder: str | os.PathLike[str] | None,
+        field: str,
+        spilling: bool = False,
     ) -> "Variant":
         """As `open_store`; the selection differs from the prepared one in λ, pattern and sparsity at most."""
-        return cls(prepared.model, selection, open_store(prepared, selection, folder, field), prepared.notes)
+        store = open_store(prepared, selection, folder, field, spilling)
+        return cls(prepared.model, selection, store, prepared.notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
@@ -210,11 +216,16 @@ def run_parts(prepared: Prepared, selection: Selection) -> Parts:
 
 
 def open_store(
-    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+    prepared: Prepared,
+    selection: Selection,
+    folder: str | os.PathLike[str] | None,
+    field: str,
+    spilling: bool = False,
 ) -> ResultStore:
-    """A store in `folder`, or in memory without one; of several processes, the first one's is in the folder.
+    """A store in `folder`; without one in memory, or in a temporary file where `spilling` or blocks are on disk.
 
-    The same settings, model and data have their results there again. `field` is the folder's argument, for messages.
+    Of several processes, the first one's is in the folder. The same settings, model and data have their results there
+    again. `field` is the folder's argument, for messages.
 
     Raises:
         MoonshotError: the folder holds other files, or cannot be written.
@@ -222,7 +233,7 @@ def open_store(
     ranks, structure = prepared.subject.ranks, selection.structure
     folder = ranks.broadcast_object(folder)
     parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
-    spilling, spill_to = is_on_disk(structure.blocks), selection.config.offload_dir
+    spilling, spill_to = spilling or is_on_disk(structure.blocks), selection.config.offload_dir
     store = ResultStore(folder if ranks.is_main else None, parts, field, spilling, spill_to)
     if folder is not None and ranks.size > 1:
         store.share(ranks.broadcast_object)

@@ -230,14 +230,22 @@ class RunFolder:
 
     @classmethod
     def remove_all(cls, top: Path) -> None:
-        """Delete the files of all runs in a folder and its subfolders; other files remain."""
-        manifests = (*top.glob(_MANIFEST), *top.glob(f"*/{_MANIFEST}"))
-        for folder in [manifest.parent for manifest in manifests]:
+        """Delete the files of all runs in a folder and its subfolders, at any depth; other files remain."""
+        emptied = {top}
+        for folder, _, names in os.walk(top, topdown=False):
+            path = Path(folder)
             with contextlib.suppress(OSError, MoonshotError):
-                if _PARTS in read_json(folder / _MANIFEST):
-                    cls(folder, "folder")._remove()
-        with contextlib.suppress(OSError):
-            top.rmdir()
+                if _MANIFEST in names and _PARTS in read_json(path / _MANIFEST):
+                    cls(path, "folder")._remove()
+                elif names and {*names} <= {_LOCK, _MANIFEST + UNFINISHED}:  # a kill in `_remove` or `open` left them
+                    for name in names:
+                        (path / name).unlink()
+                    path.rmdir()
+                elif path in emptied:
+                    path.rmdir()
+                else:
+                    continue
+                emptied.add(path.parent)
 
     def _clear(self, patterns: tuple[str, ...] = _WRITTEN) -> None:
         """Delete the results whose file names match one of the patterns."""

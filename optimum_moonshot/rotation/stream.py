@@ -117,7 +117,9 @@ class Stream:
         Its norms read and return the remaining directions alone; its weights do not change.
         """
         kept = self.directions(hidden_size)
-        readouts = {norm: self.readout(norm, kept) for norm in self.moments}
+        double = next(self.model.parameters()).dtype == torch.float64
+        dtype = torch.float64 if double else torch.float32  # that of `wide` below
+        readouts = {norm: self.readout(norm, kept).to(dtype) for norm in self.moments}
 
         def without(norm: Folding, hidden: Tensor, bare: nn.Module) -> Tensor:
             wide = hidden if hidden.dtype == torch.float64 else hidden.float()
@@ -232,7 +234,10 @@ def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None 
 
 def _mean(moments: Mapping[Folding, Tensor]) -> Tensor:
     """Σ of second moments, divided by its trace, in float64."""
-    total = torch.stack([moment.double() for moment in moments.values()]).sum(0)
+    first, *others = moments.values()
+    total = first.to(torch.float64, copy=True)
+    for moment in others:  # one by one: in float64 all those of a bfloat16 model take more memory than the model
+        total += moment
     return total / total.trace()
 
 

@@ -10,8 +10,9 @@ and a matrix W behind a norm with gain γ becomes ``W diag(γ) M / a``, without 
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..errors import MoonshotError, reason, require
 from ..model.calls import check_usable, close, evaluation_mode, model_device, run_model, to_device
 from ..model.compaction import build_smaller
 from ..model.model_info import edited, whole_numbers
+from .spaces import Folding
 from .stream import Stream, gain_of, observe_stream
 
 # Most fields of a configuration with the hidden size that change together.
@@ -106,19 +108,27 @@ def _state(stream: Stream, kept: Tensor) -> dict[str, Tensor]:
     """The tensors of the smaller model; tied ones are computed once."""
     width, size = kept.shape
     factor = (size / width) ** 0.5  # a
-    changes: dict[Any, dict[int, Tensor]] = {}  # id of a parameter → axis → its change [d, d']
+    changes: dict[Any, dict[int, Callable[[], Tensor]]] = {}  # id of a parameter → axis → its change [d, d']
     values: dict[Any, Tensor] = {}  # of norms
+
+    @lru_cache(maxsize=1)  # in float64, those of all norms would take more memory than a bfloat16 model
+    def reading(norm: Folding) -> Tensor:
+        return gain_of(norm, width)[:, None] * stream.readout(norm, kept) / factor
+
     for norm in stream.moments:
-        gain, readout, rms = gain_of(norm, width), stream.readout(norm, kept), norm.norm
+        rms = norm.norm
         if norm is not stream.tied:
             for axis in norm.readers:
-                changes.setdefault(id(axis.parameter), {})[axis.axis] = gain[:, None] * readout / factor
+                changes.setdefault(id(axis.parameter), {})[axis.axis] = partial(reading, norm)
         if rms.weight is not None:
-            new = stream.tied_gain(kept, readout) / factor**2 if norm is stream.tied else torch.ones(size)
+            new = torch.ones(size)
+            if norm is stream.tied:
+                new = stream.tied_gain(kept, stream.readout(norm, kept)) / factor**2
             values[id(rms.module._parameters[rms.weight])] = (new - rms.offset) / rms.slope
+    writing = factor * kept
     for place in stream.space.places:
         if place.writes:
-            changes.setdefault(id(place.at.parameter), {})[place.at.axis] = factor * kept
+            changes.setdefault(id(place.at.parameter), {})[place.at.axis] = lambda: writing
     parameters = {name: id(each) for name, each in stream.model.named_parameters(remove_duplicate=False)}
     state: dict[str, Tensor] = {}
     done: dict[Any, Tensor] = {}
@@ -132,12 +142,12 @@ def _state(stream: Stream, kept: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def _changed(tensor: Tensor, changes: Mapping[int, Tensor]) -> Tensor:
+def _changed(tensor: Tensor, changes: Mapping[int, Callable[[], Tensor]]) -> Tensor:
     """A copy of a tensor, with some axes multiplied by matrices [d, d'] from the right."""
     work = torch.float32 if tensor.dtype.itemsize <= 2 or tensor.device.type == "mps" else torch.float64
     value = tensor.to(work) if changes else tensor
     for axis, change in changes.items():
-        value = (value.movedim(axis, -1) @ change.to(value)).movedim(-1, axis)
+        value = (value.movedim(axis, -1) @ change().to(value)).movedim(-1, axis)
     return value.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
 

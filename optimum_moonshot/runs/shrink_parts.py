@@ -48,9 +48,11 @@ def apply_decision(
     return model, report
 
 
-def without_blocks(model: Any, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
-    """A copy of the model without some blocks."""
-    return remove_blocks(model, blocks) if blocks else (copy.deepcopy(model), None)
+def without_blocks(run: Shrinking, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
+    """A copy of the model without some blocks; a narrowed model is the run's own, and is not copied."""
+    if blocks:
+        return remove_blocks(run.model, blocks, copies=not run.subject.narrowed)
+    return run.model if run.subject.narrowed else copy.deepcopy(run.model), None
 
 
 def _pruned(

@@ -1,5 +1,6 @@
 """A request to make a model smaller, with the folders of its runs."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,11 @@ class Shrinking:
     def discard(self) -> None:
         """Delete the files of the run."""
         if self.resume_dir is not None:
-            for folder in self.resume_dir.glob("*/"):
-                RunFolder.remove_all(folder)
-            for folder in (self.resume_dir / "narrowed").glob("*/"):
-                RunFolder.remove_all(folder)
-            RunFolder.remove_all(self.resume_dir / "narrowed")
-            RunFolder.remove_all(self.resume_dir)
+            for name in ("measured", "trial-*", "narrowed", "experts", "run"):
+                for folder in self.resume_dir.glob(name):
+                    RunFolder.remove_all(folder)
+            with contextlib.suppress(OSError):  # it has other files
+                self.resume_dir.rmdir()
 
 
 def check_request(

@@ -144,7 +144,8 @@ class Trials:
         for index, config in enumerate(self.configs):
             folder = None if self.folder is None else self.folder / f"trial-{index}"
             selection = select(self.prepared.model, config)
-            self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir"))
+            # In host memory the five trials of a Llama would take 1.8 times as much as the model.
+            self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir", spilling=True))
         self.solve(self.prepared, self.variants)
 
 

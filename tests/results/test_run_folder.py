@@ -282,3 +282,22 @@ def test_a_rotation_reports_that_results_were_set_aside(tmp_path):
     changed = make("llama")
     changed.model.norm.weight.data.mul_(1.01)
     assert any("set aside until this one is done: the model differs in model.norm.weight" in n for n in rotate(changed))
+
+
+def test_what_a_kill_leaves_of_nested_runs_is_removed(tmp_path):
+    """A process may be killed between the manifest and the lock, or before the manifest is complete."""
+    top = tmp_path / "work"
+    for name in ("one", "narrowed/two", "narrowed/deeper/three"):
+        folder, _ = opened(top / name)
+        folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
+        folder.release()
+    for name, left in (("killed", "run.lock"), ("narrowed/killed", "run.json.partial")):
+        (top / name).mkdir()
+        (top / name / left).touch()
+    (top / "foreign").mkdir()
+    (top / "other").mkdir()
+    (top / "other" / "mine.txt").write_text("mine")
+    RunFolder.remove_all(top)
+    assert sorted(path.relative_to(top).as_posix() for path in top.rglob("*")) == ["foreign", "other", "other/mine.txt"]
+    RunFolder.remove_all(top / "foreign")
+    assert not (top / "foreign").exists()

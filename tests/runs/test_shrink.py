@@ -250,7 +250,7 @@ def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch
 
 
 def test_a_set_of_blocks_that_the_architecture_does_not_allow_is_avoided_with_the_reason(monkeypatch):
-    def refuse(model, blocks):
+    def refuse(*arguments, **options):
         raise MoonshotError("no such configuration")
 
     monkeypatch.setattr(shrink_parts, "remove_blocks", refuse)
