@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def killed(monkeypatch, tmp_path):
-    """DIR.partial of a command killed before it saved, with the runs of a narrowed model, and the folder of the model."""
+    """DIR.partial of a command killed before it saved, with runs of a narrowed model, and the folder of the model."""
     config = hf.LlamaConfig(
         vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2,
