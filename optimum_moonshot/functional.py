@@ -179,10 +179,8 @@ def build_objective(
         squares = None if gradients is None else sum(part.float().square() for part in gradients).to(weight.device)
         diagonal, samples = gram.diagonal(dim1=-2, dim2=-1), 0 if gradients is None else len(gradients)
         return DiagonalQuadratic.build(weight, diagonal, squares, samples, lam, alive=nonzeros(weight))
-    fisher, column_block = (
-        None if gradients is None else SampleGradients(gradients),
-        solver.column_block(weight.shape[1], pattern),
-    )
+    fisher = None if gradients is None else SampleGradients(gradients)
+    column_block = solver.column_block(weight.shape[1], pattern)
     return Quadratic.build(weight, gram, fisher, lam, column_block=column_block, alive=nonzeros(weight))
 
 

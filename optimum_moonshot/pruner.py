@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .checkpoint.hub import HUB_OPTIONS
 from .checkpoint.in_memory import to_runtime
-from .checkpoint.origin import take_over
+from .checkpoint.origin import source_of, take_over
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .checkpoint.side_files import SideFiles
@@ -73,12 +72,11 @@ class MoonshotPruner:
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = uncompiled(model), config, tokenizer, processor
-        self._origin = take_over(self.model)
+        self._origin, self._side_files = take_over(self.model), SideFiles(source_of(self.model))
         # A model that was pruned while it was loaded has its report.
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
         self.rotation: RotationReport | None = None  # of `rotate`
         self._sweep: Sweep | None = None
-        self._hub: dict[str, Any] = {}  # options with which the model was loaded from the Hub
         self._discards: list[Callable[[], None]] = []  # delete the files of runs, once the model is saved
 
     def __repr__(self) -> str:
@@ -115,9 +113,7 @@ class MoonshotPruner:
         if not isinstance(method, MoonshotConfig):
             raise MoonshotError(f"config is a {type(method).__name__}: give a MoonshotConfig")
         model, tokenizer, processor = load_dense(name_or_path, model_kwargs, offload, method.offload_dir)
-        pruner = cls(model, method, tokenizer, processor)
-        pruner._hub = {name: model_kwargs[name] for name in HUB_OPTIONS if name in model_kwargs}
-        return pruner
+        return cls(model, method, tokenizer, processor)
 
     def _run(
         self, call: str | None, loss: Loss | None, forward: Forward | None, progress: bool, **folders: Any
@@ -553,7 +549,7 @@ class MoonshotPruner:
 
     def _companions(self) -> tuple[Any, ...]:
         """What is saved with the model."""
-        return self.tokenizer, self.processor, SideFiles(self.model, self._hub)
+        return self.tokenizer, self.processor, self._side_files
 
     def _swept(self) -> Sweep:
         if self._sweep is None:

@@ -103,25 +103,34 @@ def refuse_adapter(name_or_path: str | os.PathLike[str], folder: str | os.PathLi
 
 
 def download_others(
-    name: str, wanted: Callable[[str, int], bool], revision: str | None = None, cache_dir: Any = None, **hub: Any
+    name: Any,
+    wanted: Callable[[str, int], bool],
+    subfolder: str = "",
+    revision: str | None = None,
+    cache_dir: Any = None,
+    **hub: Any,
 ) -> Path | None:
     """The folder in the cache of a repository that a model was loaded from, with `HUB_OPTIONS`; None if there is none.
 
-    The files of the loaded commit of which `wanted(path, bytes)` is true are downloaded. If they cannot be, those in
-    the cache have to do, with a log message, so that saving a model does not depend on the network.
+    The files of the loaded commit and subfolder of which `wanted(path, bytes)` is true, by their paths in it, are
+    downloaded. If they cannot be, those in the cache have to do, with a log message, so that saving a model does not
+    depend on the network.
     """
+    top = f"{subfolder.strip('/')}/" if subfolder else ""
     try:
-        cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
+        cached = try_to_load_from_cache(name, f"{top}config.json", cache_dir=cache_dir, revision=revision)
     except HFValidationError:  # a folder that is gone
         return None
     if not isinstance(cached, str):
         return None
     folder = Path(cached).parent
+    commit = folder.parents[top.count("/") - 1].name if top else folder.name
     try:
         if not hub.get("local_files_only"):
-            tree = HfApi(token=hub.get("token")).list_repo_tree(name, revision=folder.name, recursive=True)
-            names = [escape(file.path) for file in tree if isinstance(file, RepoFile) and wanted(file.path, file.size)]
-            snapshot_download(name, revision=folder.name, cache_dir=cache_dir, allow_patterns=names, **hub)
+            tree = HfApi(token=hub.get("token")).list_repo_tree(name, top or None, revision=commit, recursive=True)
+            files = [file for file in tree if isinstance(file, RepoFile)]
+            names = [escape(file.path) for file in files if wanted(file.path.removeprefix(top), file.size)]
+            snapshot_download(name, revision=commit, cache_dir=cache_dir, allow_patterns=names, **hub)
     except (HfHubHTTPError, HTTPError, OSError) as error:
         _log.warning("%s: of its other files, only those in the cache are copied: %s", name, reason(error))
     return folder

@@ -8,10 +8,10 @@ programs predict several tokens with them.
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -37,10 +37,17 @@ from .weight_files import (
 )
 from .weight_names import target_names
 
-_SOURCE = "_moonshot_source"  # attribute of a model: the folder of its checkpoint
+_SOURCE = "_moonshot_source"  # attribute of a model: its `Source`
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _PROMISE = re.compile(r"(nextn|mtp)\w*_layers$")  # fields of config.json that count layers for multi-token prediction
 _log = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """Where a model was loaded from."""
+
+    name: Any  # a folder or a repository on the Hub
+    options: Mapping[str, Any]  # to find its files: `revision`, `subfolder`, `cache_dir`, `token`, …
 
 
 @dataclass
@@ -113,7 +120,7 @@ def take_over(model: nn.Module) -> Origin:
     if not isinstance(model, PreTrainedModel):
         return Origin()
     method, patterns = _leave_quantizer(model), model._keys_to_ignore_on_load_unexpected
-    folder = _folder_of(model) if patterns else None
+    folder = _folder(source_of(model)) if patterns else None
     unloaded = {} if folder is None else _unloaded(model, folder, patterns or ())
     if folder is None or not unloaded:
         return Origin(method)
@@ -122,9 +129,16 @@ def take_over(model: nn.Module) -> Origin:
     return Origin(method, unloaded, whole, _shapes(model))
 
 
-def remember_source(model: nn.Module, name_or_path: str | os.PathLike[str], **hub: Any) -> None:
-    """Store the folder that a model was loaded from, which may be one in the Hub's cache."""
-    vars(model)[_SOURCE] = _folder(name_or_path, **hub)
+def remember_source(model: nn.Module, source: Source) -> None:
+    """Store where a model was loaded from."""
+    vars(model)[_SOURCE] = source
+
+
+def source_of(model: nn.Module) -> Source:
+    """Where a model was loaded from, by a call of this package or another; a name of "" or None if it is unknown."""
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None)
+    known: Source | None = vars(model).get(_SOURCE)
+    return known or Source(getattr(model, "name_or_path", ""), {"revision": commit})
 
 
 def _leave_quantizer(model: PreTrainedModel) -> str:
@@ -163,13 +177,6 @@ def _method(quantizer: Any) -> str:
     return str(getattr(method, "value", method))
 
 
-def _folder_of(model: PreTrainedModel) -> Path | None:
-    """The folder that a model was loaded from, by a call of this package or another; None if it is unknown."""
-    config: Any = model.config
-    known: Path | None = vars(model).get(_SOURCE)
-    return known or _folder(config.name_or_path, revision=getattr(config, "_commit_hash", None))
-
-
 def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> dict[Path, list[str]]:
     """The weights in the files of a model that its class expects there, by these patterns, and has no modules for.
 
@@ -196,13 +203,13 @@ def _files_of_weights(folder: Path) -> dict[str, Path]:
     return {name: path for path in files for name in sorted(read_header(path)[1])}
 
 
-def _folder(name_or_path: str | os.PathLike[str], **hub: Any) -> Path | None:
+def _folder(source: Source) -> Path | None:
     """The folder of a checkpoint, in the cache for one of the Hub; None if it is neither."""
     kinds = ("gated_repo", "missing_entries", "connection_errors")
     silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     try:
-        path = cached_file(name_or_path, "config.json", **{**hub, **silent, "local_files_only": True})
-    except (OSError, ValueError):  # not a name
+        path = cached_file(source.name, "config.json", **{**source.options, **silent, "local_files_only": True})
+    except (OSError, ValueError, TypeError):  # not a name
         return None
     return None if path is None else Path(path).parent
 

@@ -19,7 +19,7 @@ from ..model.offload import hold_weights
 from .file_integrity import check_complete
 from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, find_checkpoint, repository
 from .meta_model import PLACES, load_config, meta_device_model, model_class, offload_folder, offload_map
-from .origin import remember_source
+from .origin import Source, remember_source
 from .weight_files import METHOD, check_index
 
 
@@ -38,7 +38,7 @@ def load_dense(
     given = options.get("config")
     valid = given is None or isinstance(given, PretrainedConfig | str | os.PathLike)
     require(valid, "give a configuration of transformers, or its folder", field="config", value=given)
-    name, options = find_checkpoint(name_or_path, options)
+    asked, (name, options) = options, find_checkpoint(name_or_path, options)
     shared = {key: options[key] for key in CHECKPOINT_OPTIONS if key in options}
     message, hint = "not for a GGUF file", "save its model with transformers, and give that folder"
     require(offload != "disk" or "gguf_file" not in shared, message, field="offload", value=offload, hint=hint)
@@ -46,8 +46,8 @@ def load_dense(
     check_complete(info["missing_keys"], (), info["mismatched_keys"])
     if "gguf_file" in shared:
         model.name_or_path = model.config.name_or_path = repository(name_or_path)
-    else:
-        remember_source(model, name, **{key: options[key] for key in FILE_OPTIONS if key in options})
+    source, found = repository(name_or_path) if "gguf_file" in shared else name, {**asked, **options}
+    remember_source(model, Source(source, {key: found[key] for key in FILE_OPTIONS if key in found}))
     if given is not None:
         shared["config"] = model.config
     return model, load_tokenizer(name, **shared), load_processor(model, name, **shared)

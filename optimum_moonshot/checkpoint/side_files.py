@@ -9,19 +9,17 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-from torch import nn
 
 from ..errors import MoonshotError, reason
 from ..files import UNFINISHED, is_weights
 from ..reports.by_kind import PLOT_NAME
 from ..reports.prune_report import REPORT_NAME
 from ..reports.rotation_report import ROTATION_NAME
-from .hub import download_others
+from .hub import HUB_OPTIONS, download_others
+from .origin import Source
 from .weight_files import read_weight_map
 
 LARGEST = 2**27  # bytes of a file; the largest tokenizers take 35 MB, a sentence-transformers Dense layer up to 67
@@ -45,17 +43,16 @@ class SideFiles:
     """The files beside the weights that a model was loaded from; saved like a tokenizer.
 
     Args:
-        model: its `name_or_path` is the source; nothing is copied for a model that was not loaded.
-        hub: the options with which it was loaded from the Hub, such as `token` and `cache_dir`.
+        source: of the model; nothing is copied for a model that was not loaded.
     """
 
-    def __init__(self, model: nn.Module, hub: Mapping[str, Any]):
-        self.name: Any = getattr(model, "name_or_path", "")
-        self.hub = hub
+    def __init__(self, source: Source):
+        self.source = source
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy the files that `folder` does not have yet; those of a repository are downloaded first."""
-        if not isinstance(self.name, str) or not self.name:
+        source, options = self.source
+        if not isinstance(source, str | os.PathLike) or not source:
             return
 
         def wanted(name: str, size: int) -> bool:
@@ -64,10 +61,14 @@ class SideFiles:
             copied = not in_run and not _is_model(path) and name not in _OF_SOURCE and size <= LARGEST
             return copied and not (folder / name).exists()
 
-        local = os.path.isdir(self.name)
-        source = Path(self.name) if local else download_others(self.name, wanted, **self.hub)
-        if source is not None:
-            copy_side_files(source, folder, _OF_SOURCE)
+        subfolder = options.get("subfolder", "")
+        if os.path.isdir(source):
+            local: Path | None = Path(source, subfolder)
+        else:
+            hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+            local = download_others(source, wanted, subfolder, **hub)
+        if local is not None:
+            copy_side_files(local, folder, _OF_SOURCE)
 
 
 def copy_side_files(source: Path, target: Path, without: Collection[str] = ()) -> None:

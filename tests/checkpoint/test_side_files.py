@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, convert
 from optimum_moonshot.checkpoint import side_files
+from optimum_moonshot.checkpoint.origin import Source, source_of
 from optimum_moonshot.checkpoint.side_files import SideFiles, copy_side_files
 
 SIDE = [
@@ -140,9 +142,8 @@ def test_the_snapshot_of_a_repository_links_to_its_blobs(source, tmp_path, caplo
         (snapshot / name).symlink_to(os.path.relpath(blobs / str(number), (snapshot / name).parent))
     (snapshot / "secret").symlink_to("../../refs/main")
     (tmp_path / "out").mkdir()
-    model = make("llama")
-    model.name_or_path = "org/name"
-    SideFiles(model, {"cache_dir": tmp_path, "local_files_only": True}).save_pretrained(tmp_path / "out")
+    source = Source("org/name", {"cache_dir": tmp_path, "local_files_only": True})
+    SideFiles(source).save_pretrained(tmp_path / "out")
     assert copied(tmp_path / "out") == set(SIDE)
     assert "secret (a link that leaves the folder)" in caplog.text
 
@@ -151,5 +152,26 @@ def test_the_snapshot_of_a_repository_links_to_its_blobs(source, tmp_path, caplo
 def test_a_model_from_nowhere_has_no_other_files(name, tmp_path):
     model = make("llama")
     model.name_or_path = name
-    SideFiles(model, {}).save_pretrained(tmp_path)
+    SideFiles(source_of(model)).save_pretrained(tmp_path)
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_subfolder_is_the_source_of_its_own_files(tmp_path):
+    top, model = tmp_path / "source", make("llama")
+    model.save_pretrained(top / "deep" / "model")
+    fill(top, ["LICENSE"])
+    fill(top / "deep" / "model", ["1_Pooling/config.json"])
+    pruner = MoonshotPruner.from_pretrained(
+        top, MoonshotConfig(solver="magnitude", pattern="2:4"), subfolder="deep/model"
+    )
+    pruner.prune()
+    pruner.save_pretrained(tmp_path / "out")
+    assert copied(tmp_path / "out") == {"1_Pooling/config.json"}
+    source = Source("org/name", {"subfolder": "deep/model", "cache_dir": tmp_path, "local_files_only": True})
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    (snapshot.parent.parent / "refs").mkdir(parents=True)
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(top, snapshot)
+    (tmp_path / "other").mkdir()
+    SideFiles(source).save_pretrained(tmp_path / "other")
+    assert copied(tmp_path / "other") == {"1_Pooling/config.json"}
