@@ -27,20 +27,23 @@ class Target(NamedTuple):
     pattern: str | None  # of the weights that are merged, such as all experts' `w1`; None: it is only renamed
     converter: Any  # transformers' `WeightConverter`, where it is merged or split
 
-    def merged(self, shape: Sequence[int], config: Any, stored: Iterable[tuple[str | None, Tensor]]) -> Tensor:
-        """What the converter makes of stored weights.
+    def converted(self, stored: Iterable[tuple[str | None, Tensor]], model: Any) -> dict[str, Tensor]:
+        """The parameters that the converter makes of stored weights, by their names.
 
         Args:
-            shape: of the parameter, with which some operations compare.
-            config: of the model.
             stored: the weights with their patterns, in the order of their names.
+            model: with whose shapes and configuration some operations compare.
         """
-        model = SimpleNamespace(get_parameter=lambda _: torch.empty(tuple(shape), device="meta"), config=config)
         converter = deepcopy(self.converter)
         for number, (pattern, tensor) in enumerate(stored):
             converter.add_tensor(self.weight, str(number), pattern, tensor)
-        parameter: Tensor = converter.convert(self.weight, model=model, config=config)[self.weight]
-        return parameter
+        converted: dict[str, Any] = converter.convert(self.weight, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+    def merged(self, shape: Sequence[int], config: Any, stored: Iterable[tuple[str | None, Tensor]]) -> Tensor:
+        """Like `converted`, but the one parameter of a model with this configuration, which has a shape."""
+        model = SimpleNamespace(get_parameter=lambda _: torch.empty(tuple(shape), device="meta"), config=config)
+        return self.converted(stored, model)[self.weight]
 
     def row_order(
         self, shape: Sequence[int], config: Any, stored: Sequence[tuple[str | None, Sequence[int]]]
@@ -50,8 +53,8 @@ class Target(NamedTuple):
         The converter is applied to rows of four columns, 4r to 4r + 3 in row r: two would hide exchanged columns.
 
         Args:
-            shape: as for `merged`.
-            config: as for `merged`.
+            shape: of the parameter.
+            config: of the model.
             stored: the pattern and the shape of every weight, in the order of their names.
         """
         sizes = [prod(each[:-1]) for _, each in stored]
@@ -84,11 +87,7 @@ class Conversion(NamedTuple):
 
         Weights of other shapes than config.json declares raise any error.
         """
-        converter, weight = deepcopy(self.target.converter), self.target.weight
-        for name, pattern in self.sources:
-            converter.add_tensor(weight, name, pattern, tensors[name])
-        converted: dict[str, Any] = converter.convert(weight, model=self.model, config=cast(Any, self.model).config)
-        return {name: each[0] if isinstance(each, list) else each for name, each in converted.items()}
+        return self.target.converted(((pattern, tensors[name]) for name, pattern in self.sources), self.model)
 
 
 def conversions(model: nn.Module, stored: Iterable[str]) -> list[Conversion]:
