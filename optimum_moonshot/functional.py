@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def prune_weight_path(
     check_ranked(config, sparsities)
     patterns = [_quantized(dataclasses.replace(config, sparsity=sparsity), weight) for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
-    results = cast(Any, solver).solve_path(objective, patterns)
+    results = solver.solve_path(objective, patterns)
     results = [on_grid(solver, objective, *each) for each in zip(results, patterns, strict=True)]
     finished = [_finished(*each, weight) for each in zip(results, patterns, strict=True)]
     return dict(zip(sparsities, finished, strict=True))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from ..model.layers import PrunableLayer
 from ..model.wide_products import plain_functions
 from ..objective.linalg import in_unit, unit_of
 from ..objective.patterns import Pattern, PerExpert, Unstructured
-from ..objective.quadratic import Objective, Quadratic, RelativeLoss
+from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import Solver
 from ..solvers.quantization import from_unit, on_grid
-from ..solvers.ranked import RankingSolver
 
 Value = TypeVar("Value")
 
@@ -151,11 +150,11 @@ def _solve_families(
     lam: float,
 ) -> list[SolvedLayer]:
     """The matrix [d_out, d_in] of a layer by families of patterns that one elimination serves."""
-    unstructured = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
-    families = [unstructured] if unstructured and solver.ranks_removals else [[index] for index in unstructured]
-    families += [[index] for index in range(len(patterns)) if index not in unstructured]
+    families: dict[Any, list[int]] = {}
+    for index, pattern in enumerate(patterns):
+        families.setdefault(solver.family(pattern), []).append(index)
     results: dict[int, SolvedLayer] = {}
-    for family in families:
+    for family in families.values():
         served = [patterns[index] for index in family]
         if isinstance(statistics, LayerStatistics):
             solved = solve_matrix(solver, layer, weight, served, statistics, lam)
@@ -177,7 +176,7 @@ def solve_matrix(
 ) -> list[SolvedLayer]:
     """Prune the matrix [d_out, d_in] of a layer by the statistics of all rows.
 
-    The patterns are all unstructured, where the solver ranks removals; else there is one.
+    The patterns are of one family of the solver.
 
     Raises:
         FactorizationError: the quadratic stays singular at the largest damping.
@@ -185,11 +184,7 @@ def solve_matrix(
     block, dtype = solver.column_block(weight.shape[1], patterns[0]), layer.parameter.dtype
     unit = unit_of(weight)
     objective = statistics.objective(in_unit(weight, unit), lam, block, layer.alive)
-    if solver.ranks_removals:
-        assert isinstance(objective, Quadratic)  # as registration checks
-        results = cast(RankingSolver, solver).solve_path(objective, patterns)
-    else:
-        results = [solver.solve(objective, pattern) for pattern in patterns]
+    results = solver.solve_path(objective, patterns)
     solved, lam, at_zero = list[SolvedLayer](), objective.scales.lam, objective.losses_at_zero
     for result, pattern in zip(results, patterns, strict=True):
         result = on_grid(solver, objective, result, pattern)

@@ -133,17 +133,15 @@ def solving_cost(
 ) -> float:
     """An estimate of the time that a layer takes, in operations of one kind, as the solver states them.
 
-    Where removals are ranked, one elimination serves all unstructured patterns. `samples` is N, of the gradients (0 at
-    λ = 1), and `processes` the number of those that solve some of the rows each.
+    The largest sparsity of a family of patterns counts, as one elimination serves all of them. `samples` is N, of the
+    gradients (0 at λ = 1), and `processes` the number of those that solve some of the rows each.
     """
     d_out, d_in = layer.shape
     matrices, groups = (layer.groups, 1) if layer.separate else (1, layer.groups)
     rows = -(-d_out // (matrices * processes))
-    kinds = {
-        Unstructured if solver.ranks_removals and isinstance(each, Unstructured) else each: each for each in patterns
-    }
+    families = {solver.family(pattern): pattern for pattern in sorted(patterns, key=lambda pattern: pattern.sparsity)}
     sizes = {
         each: ProblemSize(rows, d_in, samples, groups, solver.column_block(d_in, each), sparsity=each.sparsity)
-        for each in kinds.values()
+        for each in families.values()
     }
     return matrices * sum(solver.work(size, each).operations for each, size in sizes.items())

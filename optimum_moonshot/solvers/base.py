@@ -122,6 +122,14 @@ class Solver(ABC):
         matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.max_rank)
         return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.max_rank))
 
+    def family(self, pattern: Any) -> Any:
+        """Patterns whose families are equal are solved by one call of `solve_path`."""
+        return Unstructured if self.ranks_removals and isinstance(pattern, Unstructured) else pattern
+
+    def solve_path(self, objective: Any, patterns: Sequence[Any]) -> list[PrunedWeight]:
+        """The result of `solve` for each of several patterns of one family; override it where they can share work."""
+        return [self.solve(objective, pattern) for pattern in patterns]
+
     def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
         """Prune by several patterns of one class, to compare their losses; override it where they can share work.
 
@@ -164,7 +172,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", *FLAGS, "column_block", "work", "trials"):
+        for capability in ("objective", *FLAGS, "column_block", "work", "family", "solve_path", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)
@@ -179,7 +187,7 @@ def _check_declared(cls: type[Any]) -> None:
     owner, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
     needed, why = ["patterns", "solve"], ""
     if cls.ranks_removals:
-        needed += ["rank_removals", "minimise", "solve_path"]
+        needed += ["rank_removals", "minimise"]
         why = ", which ranks_removals=True requires (solvers/ranked.py)"
     if cls.by_rows:
         needed, why = [*needed, "attempt"], why or ", which by_rows=True requires (solvers/sparsegpt.py)"

@@ -78,7 +78,7 @@ class RankingSolver(Protocol):
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]: ...
 
-    def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]: ...
+    def solve_path(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[PrunedWeight]: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Ranked(Solver):
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         return self.solve_path(objective, [pattern])[0]
 
-    def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]:
+    def solve_path(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[PrunedWeight]:
         """The result of `solve` for each of several patterns, unstructured ones or a single n:m, by one elimination.
 
         Raises:

@@ -10,8 +10,9 @@ from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective import row_slices as slices_module
-from optimum_moonshot.solvers import osscar
-from optimum_moonshot.solvers.osscar import Support
+from optimum_moonshot.objective.patterns import Structured
+from optimum_moonshot.solvers import make_solver, osscar
+from optimum_moonshot.solvers.osscar import RowSupport
 
 
 def prune(tensors, lam, sparsity, group=1, **more):
@@ -62,7 +63,7 @@ def test_an_ill_conditioned_state_is_stored_in_float64(group):
     weight, gram, gradients = layer(6, 40, 5, seed=5)
     generator = torch.Generator().manual_seed(0)
     tensors = (weight, gram, gradients + 100 * torch.randn(gradients.shape, generator=generator))
-    low, high = (Support(full(*tensors, lam), group, 1e-4) for lam in (0.999, 0.001))
+    low, high = (RowSupport(full(*tensors, lam), group, 1e-4) for lam in (0.999, 0.001))
     assert low.spread.dtype == torch.float32 and high.spread.dtype == torch.float64
     assert_literal(tensors, 0.001, 0.5, group)
 
@@ -105,3 +106,16 @@ def test_damping_grows_for_a_gram_that_is_not_definite():
         assert torch.equal(grown.weight, result.weight)
     with pytest.raises(FactorizationError, match=r"size 24 is not positive definite at any damping of \[0.01, 0.1"):
         prune((weight, indefinite(gram, 3.0), gradients), 0.5, 0.5)
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+@pytest.mark.parametrize("group", [1, 4])
+def test_one_elimination_serves_every_sparsity(lam, group):
+    tensors = layer(9, 40, 7, seed=8, dead=(3,))
+    objective, solver = full(*tensors, lam), make_solver("osscar", {})
+    patterns = [Structured(sparsity, group) for sparsity in (0.8, 0.0, 0.3, 0.3, 1.0, 0.6)]
+    assert len({solver.family(pattern) for pattern in patterns}) == 1
+    for pattern, result in zip(patterns, solver.solve_path(objective, patterns), strict=True):
+        alone = solver.solve(objective, pattern)
+        assert torch.equal(result.keep, alone.keep)
+        assert (result.weight - alone.weight).norm() <= 1e-6 * alone.weight.norm()

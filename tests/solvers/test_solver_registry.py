@@ -212,8 +212,7 @@ def declared(**members):
         (declared(calibrated=1), r"Custom\.calibrated=1: give True or False"),
         (
             declared(ranks_removals=True),
-            "Custom lacks rank_removals, minimise, solve_path, the hyperparameter damping, "
-            "which ranks_removals=True requires",
+            "Custom lacks rank_removals, minimise, the hyperparameter damping, which ranks_removals=True requires",
         ),
         (
             declared(by_rows=True),
