@@ -5,9 +5,9 @@ Below, the exchange of results between processes, each of which solves some of t
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,9 @@ from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
+from ..reports.rotation_report import RotationReport
 from ..results.run_folder import Parts
 from ..results.store import ResultStore
-from ..rotation.basis import ModelRotation
-from ..rotation.learning import Learned
 from .inputs import Prepared
 from .run_context import holding_variant
 from .run_report import attach_report
@@ -30,6 +29,24 @@ from .selection import Selection
 
 Value = TypeVar("Value")
 Written = PrunableLayer | NamedParameter  # a layer's matrix, or another parameter that a recovery has changed
+
+
+class Rotated(Protocol):
+    """A basis of the model in which it is pruned."""
+
+    written: bool  # whether the weights are in this basis
+
+    @property
+    def report(self) -> RotationReport: ...
+
+    def write(self) -> None:
+        """Write the basis into the weights, unless it is written."""
+
+    def undo(self) -> None:
+        """Restore the dense weights."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """A context in which the weights are in this basis."""
 
 
 class Variant:
@@ -41,7 +58,7 @@ class Variant:
         self.notes = [*selection.notes, *notes, *store.notes]  # for the report
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
-        self.rotated: ModelRotation | None = None  # the basis that the results are of
+        self.rotated: Rotated | None = None  # the basis that the results are of
         self.allocating = 0.0  # seconds that the curves of an allocation took
 
     @classmethod
@@ -297,16 +314,6 @@ def share_recovered(prepared: Prepared, variant: Variant) -> None:
                 weights[each] = _broadcast(prepared, store, layers[each], 0)
         if not ranks.is_main:
             store.put_block(report, weights, parameters)
-
-
-def learned_in_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
-    """The state of a rotation that the first process learns or has stored, in all processes."""
-    ranks = prepared.subject.ranks
-    state = learn() if ranks.is_main else None
-    if ranks.size == 1:
-        return state
-    saved = ranks.broadcast_object(None if state is None else state.saved())
-    return None if saved is None else Learned.load(*saved)
 
 
 def broadcast_first(prepared: Prepared, work: Callable[[], Value]) -> Value:

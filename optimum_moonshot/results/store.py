@@ -20,13 +20,15 @@ from ..objective.loss_allocation import LossCurve
 from ..packing import weight_of
 from ..packing.spill_codec import decode_spilled, encode_spilled, spill_tensor
 from ..reports.prune_report import BlockReport, LayerReport
-from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, TRAINING, Parts, RunFolder
 
 _POINTS = ("sparsities", "losses")  # fields of a `LossCurve`
 _QUANTIZED = "quantized"
 _PARAMETER = "parameter of the model: "  # prefix of a name in the file of a recovered block
 _EXPERTS = "experts"  # the losses of each expert, in the file of a mixture's curve
+
+
+State = tuple[dict[str, Tensor], dict[str, Any]]  # of learning: tensors, and JSON types
 
 
 class ResultStore:
@@ -59,7 +61,7 @@ class ResultStore:
         self.curves: dict[str, LossCurve] = {}  # of layers, for an allocation
         self.files: dict[str, Path] = {}  # with each layer's latest weight, and each parameter
         self.notes: list[str] = []
-        self._rotation: Learned | None = None
+        self.rotation: State | None = None  # of learning a rotation in an interrupted run
         if self.folder is not None:
             same = self.folder.open(parts)
             if same:
@@ -103,8 +105,7 @@ class ResultStore:
         for _, values, tensors in folder.saved(ROTATION):
             damaged += values is None
             if values is not None:
-                self._rotation = Learned.load(tensors, values)
-                steps = len(self._rotation.history) - 1
+                self.rotation, steps = (tensors, values), len(values["history"]) - 1
                 self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
         if damaged:
             self.notes.append(f"{damaged} damaged results of an interrupted run were thrown away and made again")
@@ -161,18 +162,14 @@ class ResultStore:
             self.folder.save(CURVES, name, points, values)
         self.curves[name] = curve
 
-    def put_rotation(self, state: Learned) -> None:
-        """Store the state of learning a rotation.
+    def put_rotation(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Store the state of learning a rotation, which `rotation` returns in a resumed run.
 
         Raises:
             MoonshotError: as `put`.
         """
         if self.folder is not None:
-            self.folder.save(ROTATION, "state", *state.saved())
-
-    def rotation(self) -> Learned | None:
-        """The state of learning a rotation in an interrupted run; None if it had not started."""
-        return self._rotation
+            self.folder.save(ROTATION, "state", tensors, values)
 
     def put_training(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Store the state of training the whole model in the folder, in place of an earlier one.

@@ -7,7 +7,7 @@ failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from ..devices import trim_host_memory
 from ..errors import Text, require
 from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.inputs import Prepared
-from ..pipeline.variant import learned_in_first
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
 from ..rotation.basis import Basis, ModelRotation
@@ -91,11 +90,11 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
     try:
         basis.keep()
         untied = basis.untied_bytes
-        state = learned_in_first(prepared, store.rotation)
+        state = _from_first(prepared, lambda: None if store.rotation is None else Learned.load(*store.rotation))
         if state is None or not state.finished:
             check_invariance(model, basis, batch, expected)
             objective, unfinished = gather(prepared, spaces, patterns), state
-            state = learned_in_first(prepared, lambda: _learn(prepared, store, basis, objective, unfinished))
+            state = _from_first(prepared, lambda: _learn(prepared, store, basis, objective, unfinished))
         assert state is not None
         changed = state.after < state.before
         changes = rotations(spaces, state) if changed else {}
@@ -124,6 +123,16 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
     return ModelRotation(report, basis, changes, changed)
 
 
+def _from_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
+    """The state of a rotation that the first process learns or has stored, in all processes."""
+    ranks = prepared.subject.ranks
+    state = learn() if ranks.is_main else None
+    if ranks.size == 1:
+        return state
+    saved = ranks.broadcast_object(None if state is None else state.saved())
+    return None if saved is None else Learned.load(*saved)
+
+
 def _learn(
     prepared: Prepared, store: ResultStore, basis: Basis, objective: Objective, state: Learned | None
 ) -> Learned:
@@ -139,7 +148,7 @@ def _learn(
             bar.update(1)
             bar.set_postfix_str(f"objective {state.after:.4f}")
             if state.done or len(state.history) % SAVED_EVERY == 0:
-                store.put_rotation(state)
+                store.put_rotation(*state.saved())
 
         state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, relieved)
     permuted = [space for space in basis.spaces if space.permuted]
@@ -148,11 +157,11 @@ def _learn(
 
         def put(state: Learned) -> None:
             bar.update(1)
-            store.put_rotation(state)
+            store.put_rotation(*state.saved())
 
         bar.update(len(state.permutations))
         relieved(lambda: permute_channels(objective, basis.spaces, state, put))
     scale(basis.spaces, state, objective.moments)
     state.finished = True
-    store.put_rotation(state)
+    store.put_rotation(*state.saved())
     return state

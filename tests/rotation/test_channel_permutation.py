@@ -231,8 +231,9 @@ def test_a_run_killed_between_permutations_resumes_bit_for_bit(count, tmp_path, 
     whole = prune(**N_OF_M)
     put = ResultStore.put_rotation
 
-    def kill(store, state):
-        put(store, state)
+    def kill(store, tensors, values):
+        put(store, tensors, values)
+        state = Learned.load(tensors, values)
         if len(state.permutations) == count and (count < 3 or state.finished):
             raise KeyboardInterrupt
 

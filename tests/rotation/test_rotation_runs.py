@@ -132,9 +132,9 @@ def test_a_killed_run_resumes_bit_for_bit(steps, tmp_path, monkeypatch):
     put = ResultStore.put_rotation
     monkeypatch.setattr(rotating, "SAVED_EVERY", 1)
 
-    def kill(store, state):
-        put(store, state)
-        if len(state.history) == steps:
+    def kill(store, tensors, values):
+        put(store, tensors, values)
+        if len(values["history"]) == steps:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
