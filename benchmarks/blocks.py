@@ -29,7 +29,7 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
-from optimum_moonshot.shrinking.blocks import BlockScores, score_blocks
+from optimum_moonshot.shrink.blocks import BlockScores, score_blocks
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("examples/demo_model", "benchmarks/opt_model", "benchmarks/mixture_model")

@@ -27,7 +27,7 @@ from sparse_finetune import heldout_perplexity, training, windows
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
 from optimum_moonshot.integrations.peft import sparse_lora
 from optimum_moonshot.masks import Masks, find_pruned
-from optimum_moonshot.recovery.blockwise import Recovery
+from optimum_moonshot.recover.blockwise import Recovery
 
 PATTERNS = {"0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
 LENGTH = 256

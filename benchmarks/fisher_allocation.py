@@ -20,17 +20,17 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
-from optimum_moonshot.allocation import allocate
+from optimum_moonshot.allocate import run as allocate
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.loss_allocation import LossCurve
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.loop import run_pipeline, solve_parts
 from optimum_moonshot.pipeline.selection import Subject, select
+from optimum_moonshot.pipeline.store import ResultStore
 from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.progress import progress_bar
-from optimum_moonshot.results.store import ResultStore
-from optimum_moonshot.runs.layers import Pruning
+from optimum_moonshot.prune.layers import Pruning
 
 SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
-from optimum_moonshot.rotation.basis import Basis
-from optimum_moonshot.rotation.search import find
-from optimum_moonshot.runs import rotate as rotating
+from optimum_moonshot.rotate import run as rotating
+from optimum_moonshot.rotate.basis import Basis
+from optimum_moonshot.rotate.search import find
 
 WAYS = ("as they were", "in the order found")
 CALIBRATION = {"num_samples": 128, "sequence_length": 256}

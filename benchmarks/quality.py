@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from optimum_moonshot import MoonshotConfig, perplexity  # noqa: E402
 from optimum_moonshot.functional import prune_weight  # noqa: E402
+from optimum_moonshot.prune import layers as solving  # noqa: E402
 from optimum_moonshot.pruner import MoonshotPruner  # noqa: E402
-from optimum_moonshot.runs import layers as solving  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo_model"
 PATTERNS = {"0.6": {"sparsity": 0.6}, "0.7": {"sparsity": 0.7}, "0.8": {"sparsity": 0.8}, "2:4": {"pattern": "2:4"}}

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from optimum_moonshot.devices import is_gpu, peak_bytes, wait_for
 from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.objective.patterns import Pattern, parse_pattern
-from optimum_moonshot.rotation.learning import learn
-from optimum_moonshot.rotation.objective import Coordinates, Group, Matrix, Objective, sampled, set_totals, widest
-from optimum_moonshot.rotation.spaces import Space
+from optimum_moonshot.rotate.learning import learn
+from optimum_moonshot.rotate.objective import Coordinates, Group, Matrix, Objective, sampled, set_totals, widest
+from optimum_moonshot.rotate.spaces import Space
 
 # hidden, MLP, query heads, key-value heads, head size, decoder layers
 SHAPES = {

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, perplexity
 from optimum_moonshot.pipeline.selection import Subject
-from optimum_moonshot.runs.shrink_measurements import measure_parts
-from optimum_moonshot.runs.shrink_parts import apply_decision, without_blocks
-from optimum_moonshot.runs.shrink_request import Shrinking
-from optimum_moonshot.shrinking.decision import decision_of
-from optimum_moonshot.shrinking.program import Program
-from optimum_moonshot.shrinking.target import Target
+from optimum_moonshot.shrink.decision import decision_of
+from optimum_moonshot.shrink.measurements import measure_parts
+from optimum_moonshot.shrink.parts import apply_decision, without_blocks
+from optimum_moonshot.shrink.program import Program
+from optimum_moonshot.shrink.request import Shrinking
+from optimum_moonshot.shrink.target import Target
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 LENGTH, SHARES, LAMBDAS = 256, (0.9, 0.75, 0.6), (1.0, 0.5)

@@ -15,7 +15,7 @@ from quality import load_demo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.runs.variants import LAMBDAS
+from optimum_moonshot.sweep.variants import LAMBDAS
 
 
 def compare(model, data, config: MoonshotConfig, tokenizer=None) -> dict:

@@ -16,7 +16,7 @@ from common import RESULTS, parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
-from optimum_moonshot.recovery import blockwise
+from optimum_moonshot.recover import blockwise
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 MIXTURE = Path(__file__).parent / "mixture_model"

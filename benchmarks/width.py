@@ -15,7 +15,7 @@ from quality import DEMO, demo_parser, load_demo, mean_error, measure
 from torch.nn import functional
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.rotation.width import cut_stream, observe_stream
+from optimum_moonshot.shrink.hidden_size import cut_stream, observe_stream
 
 RATES = (3e-4, 1e-3)
 METHODS = ("neurons", "width λ=1", "width λ=0.5", "both λ=0.5")

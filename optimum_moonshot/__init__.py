@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from .pruner import MoonshotPruner as MoonshotPruner
     from .reports.prune_report import LayerReport as LayerReport
     from .reports.prune_report import PruneReport as PruneReport
-    from .reports.sweep_report import SweepReport as SweepReport
     from .solvers import register_solver as register_solver
+    from .sweep.report import SweepReport as SweepReport
 
 _MODULES = {
     "Compaction": "model.compaction",

@@ -21,28 +21,28 @@ from .model.isolation import uncompiled
 from .model.losses import default_loss
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
-from .planning.build_spec import MachineMemory
-from .planning.plan import make_plan
+from .plan.build_spec import MachineMemory
+from .plan.run import make_plan
+from .prune.record import compact_pruned, note_rotation
+from .prune.run import prune_model, rotate_model
 from .reports.record import PruningRecord
-from .runs.prune import prune_model, rotate_model
-from .runs.record import compact_pruned, note_rotation
-from .runs.shrink import shrink_model
-from .runs.sparsity_path import SparsityPath, prune_path
-from .runs.sweep import Sweep, sweep
-from .runs.width import narrow_model
-from .shrinking.target import Target
+from .shrink.hidden_size import narrow_model
+from .shrink.run import shrink_model
+from .shrink.target import Target
+from .sweep.run import Sweep, sweep
+from .sweep.sparsity_path import SparsityPath, prune_path
 
 if TYPE_CHECKING:
     from .model.calls import Forward
     from .model.compaction import Compaction
     from .model.losses import Loss
-    from .reports.plan import Plan
+    from .plan.report import Plan
     from .reports.prune_report import PruneReport
-    from .reports.rotation_report import RotationReport
     from .reports.seeds import SweepEntry
-    from .reports.shrink_report import ShrinkReport
-    from .reports.sweep_report import SweepReport
-    from .rotation.width import WidthReduction
+    from .rotate.report import RotationReport
+    from .shrink.hidden_size import WidthReduction
+    from .shrink.report import ShrinkReport
+    from .sweep.report import SweepReport
 
 
 class MoonshotPruner:

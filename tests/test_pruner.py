@@ -14,7 +14,7 @@ from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.fisher import SampleGradients
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.runs import layers as solving
+from optimum_moonshot.prune import layers as solving
 from optimum_moonshot.solvers import solver_class, solver_names
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 

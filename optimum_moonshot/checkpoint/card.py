@@ -23,7 +23,7 @@ from ..reports.by_kind import PLOT_NAME, by_kind
 from ..reports.measurement import data_name
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
-from ..reports.rotation_report import ROTATION_NAME, RotationReport
+from ..rotate.report import ROTATION_NAME, RotationReport
 from .base_card import MARKER, Base, code, escaped, find_base, parted, printable, split, unescaped
 from .packed_files import pruned_layers
 

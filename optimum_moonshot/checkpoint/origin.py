@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from ..errors import MoonshotError, require
 from ..files import read_json
 from ..reports.prune_report import PruneReport
-from ..reports.rotation_report import RotationReport
+from ..rotate.report import RotationReport
 from .weight_files import (
     Tensors,
     index_path,

@@ -11,7 +11,7 @@ from torch import nn
 from ..distributed.ranks import on_main_process
 from ..errors import require
 from ..reports.prune_report import PruneReport
-from ..reports.rotation_report import RotationReport
+from ..rotate.report import RotationReport
 from .hub import open_repository, upload
 from .origin import Origin
 from .saving import check_saving, save_model

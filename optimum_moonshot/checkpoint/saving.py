@@ -16,7 +16,7 @@ from ..model.offload import is_offloaded
 from ..model.source_files import check_not_source
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
-from ..reports.rotation_report import RotationReport
+from ..rotate.report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .in_memory import is_packed, to_save

@@ -17,7 +17,7 @@ from ..errors import MoonshotError, reason
 from ..files import UNFINISHED, is_weights
 from ..reports.by_kind import PLOT_NAME
 from ..reports.prune_report import REPORT_NAME
-from ..reports.rotation_report import ROTATION_NAME
+from ..rotate.report import ROTATION_NAME
 from .hub import HUB_OPTIONS, download_others
 from .origin import Source
 from .weight_files import read_weight_map

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError, Option, Text
+from ..rotate.command import add_rotate_options, rotate
+from ..shrink.command import add_shrink_options, shrink
+from ..sweep.command import SWEPT, add_sweep_options, sweep
 from .common import (
     UsageError,
     add_data_option,
@@ -38,9 +41,6 @@ from .evaluate import add_eval_options, evaluate
 from .launch import guard, is_first
 from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import RESUMED_HELP, Output, open_output
-from .rotate import add_rotate_options, rotate
-from .shrink import add_shrink_options, shrink
-from .sweep import SWEPT, add_sweep_options, sweep
 
 if TYPE_CHECKING:
     import torch

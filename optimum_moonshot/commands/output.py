@@ -75,7 +75,7 @@ class Output:
                 replace_file(self.partial / f"seed-{seed}.json", text)
 
     def _remove(self, *folders: Path) -> None:
-        from ..results.run_folder import RunFolder
+        from ..pipeline.run_folder import RunFolder
 
         for folder in folders:
             RunFolder.remove_all(folder)

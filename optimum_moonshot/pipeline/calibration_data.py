@@ -15,8 +15,8 @@ from ..errors import Option, Text, require
 from ..model.losses import add_masked_labels, add_text_labels, labelled, needs_its_text, needs_masked_labels, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..objective.allocation_rules import NEEDING_DATA
-from ..results.run_folder import RunFolder
 from .generated_samples import load_self
+from .run_folder import RunFolder
 from .selection import Selection, Subject
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.

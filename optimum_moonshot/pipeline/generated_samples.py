@@ -26,7 +26,7 @@ from ..model.layers import onloaded_in_turn, visited
 from ..model.model_info import max_positions, takes_images, vocabulary_size
 from ..model.weight_sums import function_values, model_parts, model_sums
 from ..progress import progress_bar
-from ..results.run_folder import SAMPLES, Parts, RunFolder
+from .run_folder import SAMPLES, Parts, RunFolder
 from .selection import Selection
 
 

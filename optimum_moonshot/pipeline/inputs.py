@@ -17,10 +17,10 @@ from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
 from ..model.offload import RESIDENT
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
-from ..results.run_folder import RunFolder
 from .backoff import Backoff, enough_memory
 from .block_probe import Extras, probe_blocks
 from .calibration_data import check_without_data, one_by_one, read_data, two_samples
+from .run_folder import RunFolder
 from .selection import Selection, Subject, check_weight
 
 

@@ -19,13 +19,13 @@ from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
-from ..reports.rotation_report import RotationReport
-from ..results.run_folder import Parts
-from ..results.store import ResultStore
+from ..rotate.report import RotationReport
 from .inputs import Prepared
 from .run_context import holding_variant
+from .run_folder import Parts
 from .run_report import attach_report
 from .selection import Selection
+from .store import ResultStore
 
 Value = TypeVar("Value")
 Written = PrunableLayer | NamedParameter  # a layer's matrix, or another parameter that a recovery has changed

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypedDict
 
 from ..errors import require
 from ..objective.quadratic import RelativeLoss
+from ..rotate.report import RotationReport
+from ..shrink.report import ShrinkReport
 from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json, with_tuples
 from .measurement import Measured
-from .rotation_report import RotationReport
-from .shrink_report import ShrinkReport
 from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"

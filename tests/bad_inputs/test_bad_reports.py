@@ -8,8 +8,8 @@ from invalid_inputs import one_line
 
 from optimum_moonshot import MoonshotError, SweepReport
 from optimum_moonshot.evaluation.report import EvalReport
+from optimum_moonshot.pipeline.run_folder import RunFolder
 from optimum_moonshot.reports.prune_report import PruneReport
-from optimum_moonshot.results.run_folder import RunFolder
 
 REPORTS = [
     ("config", None), ("layers", None), ("layers", []), ("layers", [5]), ("skipped", "x"), ("skipped", {"a": 1}),

@@ -263,7 +263,7 @@ def test_the_other_processes_of_a_launcher_leave_the_first_time_to_print(monkeyp
 
 
 def test_fields_with_several_values_are_named_by_their_plural():
-    from optimum_moonshot.commands.sweep import SWEPT
+    from optimum_moonshot.sweep.command import SWEPT
 
     fields = Option("lambdas", [0.5, 2]), Option("patterns", ["2:4", "4:8"])
     error = MoonshotError(Text("of {}, {}", *fields), field="lam", value=2)

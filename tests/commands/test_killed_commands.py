@@ -16,7 +16,7 @@ from optimum_moonshot import SweepReport
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.commands.output import open_output
-from optimum_moonshot.recovery.gradual import STAGES
+from optimum_moonshot.recover.gradual import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_a_kill_while_saving_loses_no_results(capsys, tmp_path):
 KILLED_RECOVERING = """
 import os, signal, sys
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.recovery.tuning import Tuner
+from optimum_moonshot.recover.tuning import Tuner
 
 real, calls = Tuner.settle, []
 

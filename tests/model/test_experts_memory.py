@@ -23,10 +23,10 @@ from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.pipeline.spec import StatisticsSpec
 from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
-from optimum_moonshot.planning.footprint import LiveBytes
-from optimum_moonshot.planning.probe import extrapolate
-from optimum_moonshot.recovery.student import Student
-from optimum_moonshot.runs.layer import solve
+from optimum_moonshot.plan.footprint import LiveBytes
+from optimum_moonshot.plan.probe import extrapolate
+from optimum_moonshot.prune.layer import solve
+from optimum_moonshot.recover.student import Student
 from optimum_moonshot.solvers import make_solver
 
 EXPERTS = 64

@@ -17,7 +17,7 @@ from optimum_moonshot import MoonshotPruner, load_pruned
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
 from optimum_moonshot.model.offload import Offloaded, is_offloaded, mark_written
-from optimum_moonshot.runs import prune as run_module
+from optimum_moonshot.prune import run as run_module
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_the_model_runs_after_a_failed_and_after_a_completed_run(llama, monkeypa
 
 def test_a_run_resumes_and_saves_after_its_files_are_removed(llama, tmp_path, monkeypatch):
     expected, _ = both(llama, tmp_path)
-    solved, prune_layer = [], "optimum_moonshot.runs.layers.prune_layer"
-    from optimum_moonshot.runs.layers import prune_layer as original
+    solved, prune_layer = [], "optimum_moonshot.prune.layers.prune_layer"
+    from optimum_moonshot.prune.layers import prune_layer as original
 
     def stop(layer, *arguments):
         if len(solved) == 9:

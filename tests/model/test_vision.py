@@ -12,7 +12,7 @@ from models import PLAIN, VISION, image_batches, make
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy
-from optimum_moonshot.allocation.block_scores import outlier_share
+from optimum_moonshot.allocate.block_scores import outlier_share
 from optimum_moonshot.model import layer_kinds
 from optimum_moonshot.model.layer_kinds import find_layer, strips
 from optimum_moonshot.model.layers import find_structure

@@ -24,7 +24,7 @@ from models import token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.devices import is_out_of_memory
-from optimum_moonshot.runs import layers as solving
+from optimum_moonshot.prune import layers as solving
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.objective import row_slices
 from optimum_moonshot.pipeline import backoff
 from optimum_moonshot.pipeline.backoff import Backoff
-from optimum_moonshot.recovery import tuning
+from optimum_moonshot.recover import tuning
 
 
 def test_rounds_and_slices_change_no_bit(monkeypatch):

@@ -14,10 +14,10 @@ from models import make, token_batches
 from tiny_mixtures import mixtral
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, devices
-from optimum_moonshot.runs import expert_choice as choosing
-from optimum_moonshot.runs import layer as layers
-from optimum_moonshot.runs import prune as run
-from optimum_moonshot.runs import variants
+from optimum_moonshot.experts import choice as choosing
+from optimum_moonshot.prune import layer as layers
+from optimum_moonshot.prune import run as run
+from optimum_moonshot.sweep import variants
 
 SWEEP_MESSAGE = "out of device memory: lower max_memory or num_samples (CUDA out of memory)"
 

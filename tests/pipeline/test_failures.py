@@ -8,7 +8,7 @@ from models import make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
-from optimum_moonshot.runs import prune as run_module
+from optimum_moonshot.prune import run as run_module
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 
@@ -126,7 +126,7 @@ def test_results_of_other_settings_are_set_aside(tmp_path, monkeypatch):
 def test_a_full_disk_is_an_error_of_the_resume_folder(tmp_path, monkeypatch):
     from safetensors import SafetensorError
 
-    from optimum_moonshot.results import run_folder as results
+    from optimum_moonshot.pipeline import run_folder as results
 
     def full(*args, **kwargs):
         raise SafetensorError("I/O error: No space left on device (os error 28)")

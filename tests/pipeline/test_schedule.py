@@ -18,7 +18,7 @@ from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic, Totals
 from optimum_moonshot.objective.row_slices import split_range
 from optimum_moonshot.pipeline import spec as gathering
-from optimum_moonshot.runs import layer as solving
+from optimum_moonshot.prune import layer as solving
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]

@@ -14,7 +14,7 @@ from optimum_moonshot.checkpoint.card import Facts, render
 from optimum_moonshot.checkpoint.saving import record
 from optimum_moonshot.evaluation.text import Perplexity
 from optimum_moonshot.reports.plots import plot_report
-from optimum_moonshot.reports.sweep_report import save_all
+from optimum_moonshot.sweep.report import save_all
 
 HOSTILE = [
     None, True, 0, -1, 3, 2**63, 10**400, 1e308, -1e308, 5e-324, float("nan"), float("inf"), "", "$\\frac{$", "x$",

@@ -14,8 +14,8 @@ from models import make
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.reports.prune_report import LayerReport, PruneReport
 from optimum_moonshot.reports.seeds import SweepEntry
-from optimum_moonshot.reports.sweep_report import SweepReport
 from optimum_moonshot.reports.tables import MOST_ROWS, html_table, text_table
+from optimum_moonshot.sweep.report import SweepReport
 
 
 def make_report(count=3, **changes):

@@ -3,13 +3,13 @@
 from llama_runs import config
 from models import token_batches
 
-from optimum_moonshot.allocation.fisher import gather_curves
+from optimum_moonshot.allocate.fisher import gather_curves
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
+from optimum_moonshot.pipeline.store import ResultStore
 from optimum_moonshot.pipeline.variant import Variant
-from optimum_moonshot.results.store import ResultStore
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if Unstructured in solver_class(name).patterns]

@@ -8,16 +8,17 @@ from llama_runs import weights
 from models import GROUPED, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, devices
-from optimum_moonshot.allocation import fisher as fisher_allocation
+from optimum_moonshot.allocate import fisher as fisher_allocation
 from optimum_moonshot.calibration.accumulators import Gram, InputSquares
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
 from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.pipeline import calibration_loss, stages
 from optimum_moonshot.pipeline import solve as layer_solving
-from optimum_moonshot.recovery.student import BlockTask
-from optimum_moonshot.rotation import learning, objective, permutation_search
-from optimum_moonshot.runs import layer, rotation_objective
+from optimum_moonshot.prune import layer
+from optimum_moonshot.recover.student import BlockTask
+from optimum_moonshot.rotate import gather as rotation_objective
+from optimum_moonshot.rotate import learning, objective, permutation_search
 from optimum_moonshot.solvers.ranked import Ranked
 
 MESSAGE = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"

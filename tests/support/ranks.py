@@ -30,8 +30,8 @@ from optimum_moonshot.commands import launch
 from optimum_moonshot.distributed.ranks import on_main_process
 from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.stages import BlockPipeline
-from optimum_moonshot.recovery import tuning
-from optimum_moonshot.runs import layer as solving
+from optimum_moonshot.prune import layer as solving
+from optimum_moonshot.recover import tuning
 
 SIZES = (1, 2, 4)
 IN_BFLOAT16 = " in bfloat16"

@@ -6,7 +6,7 @@ import math
 import torch
 
 from optimum_moonshot import prune_weight
-from optimum_moonshot.recovery.student import VECTOR_LR
+from optimum_moonshot.recover.student import VECTOR_LR
 
 
 def hidden_states(model, blocks, batch):

@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.experts.removal import ExpertRemoval
 from optimum_moonshot.model.calls import frozen, run_model
-from optimum_moonshot.model.expert_removal import ExpertRemoval
 from optimum_moonshot.model.mixtures import find_mixtures
 from optimum_moonshot.objective.patterns import Experts
 

@@ -5,15 +5,8 @@ from torch import nn
 
 from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.rotation.objective import (
-    Coordinates,
-    Group,
-    Matrix,
-    Objective,
-    inverse,
-    set_totals,
-)
-from optimum_moonshot.rotation.spaces import Space
+from optimum_moonshot.rotate.objective import Coordinates, Group, Matrix, Objective, inverse, set_totals
+from optimum_moonshot.rotate.spaces import Space
 
 HALF = Unstructured(0.5)
 

@@ -13,7 +13,7 @@ from models import spread
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.depth import remove_blocks
-from optimum_moonshot.rotation.width import reduce_width
+from optimum_moonshot.shrink.hidden_size import reduce_width
 
 EDGE = dict(pad_token_id=2, bos_token_id=0, eos_token_id=1)
 TEXT = dict(

@@ -1,0 +1,1 @@
+"""Sparsity budgets of layers: uniform, OWL, AlphaPruning, Fisher; budgets of bytes."""

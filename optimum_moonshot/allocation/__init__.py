@@ -1,1 +1,0 @@
-"""Sparsity budgets of layers: uniform, OWL, AlphaPruning, Fisher."""

@@ -1,0 +1,1 @@
+"""Removing whole experts from mixtures, by both objectives."""

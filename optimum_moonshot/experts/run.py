@@ -1,0 +1,91 @@
+"""Remove whole experts from a model in one run: select the layers, plan, choose the experts, remove them.
+
+The model becomes smaller in the run itself: experts of zeros would not do, as the router would still select them.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..config import MoonshotConfig
+from ..errors import Option, Text, require
+from ..model.calls import frozen
+from ..model.compaction import Compaction
+from ..model.mixtures import find_mixtures
+from ..objective.patterns import Experts
+from ..pipeline.backoff import enough_memory
+from ..pipeline.inputs import Prepared, prepare, sample_folder
+from ..pipeline.run_report import attach_report
+from ..pipeline.selection import Subject, select_experts
+from ..pipeline.variant import Variant, broadcast_first, share_recovered
+from ..recover.blockwise import Recovery, SmallerBlocks
+from ..reports.prune_report import PruneReport
+from .choice import ExpertSelection
+from .removal import ExpertRemoval
+
+
+@enough_memory()
+def prune_experts(
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
+) -> tuple[PruneReport, Callable[[], None]]:
+    """As `prune_model` for pattern="experts": every mixture loses the same number of experts.
+
+    Raises:
+        MoonshotError: a model without mixtures, or one that cannot lose so many experts; bad data, or too little
+            memory. The model is unchanged.
+    """
+    started, recovering = time.perf_counter(), 0.0
+    selection = select_experts(subject.model, config)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    parameters = _count(subject.model)
+    with frozen(subject.model):
+        removal = _plan(prepared)
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    store = variant.store
+    for layer in selection.layers:
+        variant.skip(layer, "its experts are removed as a whole")
+    experts = ExpertSelection(prepared, tuple(removal.mixtures), removal.pattern, store)
+    try:
+        recovery = None if config.recover is None else _recovery(prepared, variant, removal, experts)
+        with frozen(subject.model):
+            experts.run()
+            if recovery is not None:
+                recovering = broadcast_first(prepared, recovery.run)
+                share_recovered(prepared, variant)
+        prepared.backoff.share()
+        removal.apply(experts.remaining(), variant.commit)
+    finally:
+        store.release()
+    total = time.perf_counter() - started
+    seconds = {"calibration": total - experts.solving - recovering, "solver": experts.solving, "total": total}
+    seconds |= {"recovery": recovering} if recovery is not None else {}
+    removed = {mixture.name: len(experts.removed(mixture)) for mixture in removal.mixtures}
+    compaction = Compaction(removal.changes, removed, {}, (parameters, _count(subject.model))).to_dict()
+    layers = [store.reports[mixture.name] for mixture in removal.mixtures]
+    fields = {"skipped": {}, "compaction": compaction, "parameters": parameters, "recovery": variant.recovered}
+    record = {"compaction": compaction}
+    notes = dict.fromkeys([*variant.notes, *experts.notes])
+    report = attach_report(prepared, selection, layers, seconds, notes, report=fields, record=record)
+    return report, store.discard
+
+
+def _recovery(prepared: Prepared, variant: Variant, removal: ExpertRemoval, experts: ExpertSelection) -> Recovery:
+    """The recovery of the blocks without the removed experts, which are chosen before it runs."""
+    smaller = SmallerBlocks(lambda block: removal.tensors(block.name, experts.remaining()), removal.configured)
+    return Recovery.plan(prepared, variant, smaller)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _plan(prepared: Prepared) -> ExpertRemoval:
+    message = Text("{} needs data", Option("pattern", "experts"))
+    require(prepared.data is not None, message, field="calibration", value=None)
+    pattern = prepared.selection.config.parsed_pattern
+    assert isinstance(pattern, Experts)
+    mixtures = find_mixtures(prepared.model, prepared.probe)
+    return ExpertRemoval.plan(prepared.model, mixtures, pattern, prepared.probe)

@@ -1,0 +1,1 @@
+"""A pruning run: its phases, and the results of its layers."""

@@ -1,0 +1,49 @@
+"""Note later changes of a pruned model in its report and in its record."""
+
+import dataclasses
+from typing import Any
+
+from ..checkpoint.in_memory import is_packed
+from ..errors import require
+from ..model.compaction import Compaction, compact_model
+from ..model.isolation import isolated
+from ..model.model_info import whole_numbers
+from ..objective.patterns import Experts
+from ..pipeline.run_context import PACKED, check_idle
+from ..reports.prune_report import PruneReport
+from ..reports.record import PruningRecord
+from ..rotate.report import RotationReport
+
+
+def compact_pruned(model: Any, report: PruneReport | None) -> tuple[Any, Compaction]:
+    """As `compact_model`, noted in the record and in the report, if any; with fewer experts it is compact already.
+
+    Raises:
+        MoonshotError: as `compact_model`, or the model is packed or has the weights of a variant.
+    """
+    check_idle(model, "compact")
+    record = PruningRecord.of(model)
+    if record is not None and record.config["pattern"] == Experts.kind and record.compaction is not None:
+        return model, Compaction.from_dict(record.compaction)
+    require(not is_packed(model), PACKED)
+    with isolated(model):
+        small, compaction = compact_model(model)
+    dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(small)
+    if report is not None:
+        declared = {name for name, _ in whole_numbers(model.config)}
+        report.compaction = compaction.to_dict()
+        report.notes += [
+            f"{type(model.config).__name__} does not declare {name}, which transformers reads: programs that compute "
+            "it from the number of heads cannot load the smaller model; `ignore` the layers that read heads to keep "
+            "them all"
+            for name in compaction.config
+            if name not in declared
+        ]
+    return small, compaction
+
+
+def note_rotation(model: Any, report: PruneReport, rotation: RotationReport) -> None:
+    """Add an earlier rotation to the report of a pruned model, and to its record."""
+    report.rotation, record = rotation, PruningRecord.of(model)
+    if record is not None:
+        dataclasses.replace(record, rotation=rotation.summary()).attach(model)

@@ -1,0 +1,83 @@
+"""Prune or rotate a model: select → prepare → solve every layer → recover → commit."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..config import MoonshotConfig
+from ..experts.run import prune_experts
+from ..model.calls import frozen
+from ..objective.patterns import Experts
+from ..pipeline.backoff import enough_memory
+from ..pipeline.inputs import prepare, sample_folder
+from ..pipeline.selection import Subject, select
+from ..pipeline.variant import Variant, share_recovered
+from ..progress import progress_bar
+from ..recover.run import plan_recovery
+from ..reports.prune_report import PruneReport
+from ..rotate.report import RotationReport
+from ..rotate.run import rotated
+from .layers import prune_layers
+
+Discard = Callable[[], None]  # deletes the files of a run, which outlive it until the model is saved
+
+
+def prune_model(
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
+) -> tuple[PruneReport, Discard]:
+    """Prune a model as `MoonshotPruner.prune`; it stays dense until every layer is solved.
+
+    Raises:
+        MoonshotError: bad data, layers or statistics, or too little memory; the model is unchanged.
+    """
+    calibration = config.calibration if calibration is None else calibration
+    if config.pattern == Experts.kind:
+        return prune_experts(subject, config, calibration, resume_dir)
+    started, recovering = time.perf_counter(), 0.0
+    selection = select(subject.model, config)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
+    try:
+        with rotated(prepared, [variant], stays=True) as rotating, enough_memory():
+            recovery = None if config.recover is None else plan_recovery(prepared, variant)
+            with frozen(subject.model), bar:
+                prune_layers(prepared, [variant], bar)
+                if recovery is not None:
+                    recovering = recovery()
+                    share_recovered(prepared, variant)
+            prepared.backoff.share()
+            variant.commit()
+    finally:
+        variant.store.release()
+    total = time.perf_counter() - started
+    calibrating = total - rotating - variant.allocating - variant.solving - recovering
+    seconds = {"rotation": rotating} if config.rotation is not None else {}
+    seconds |= {"allocation": variant.allocating} if selection.config.allocation == "fisher" else {}
+    seconds |= {"calibration": calibrating, "solver": variant.solving}
+    seconds |= {"recovery": recovering} if config.recover is not None else {}
+    return variant.report(prepared, {**seconds, "total": total}), variant.store.discard
+
+
+def rotate_model(
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
+) -> tuple[RotationReport, Discard]:
+    """Rotate a model as `MoonshotPruner.rotate`.
+
+    Raises:
+        MoonshotError: bad data, or as `rotate`.
+    """
+    calibration = config.calibration if calibration is None else calibration
+    selection = select(subject.model, config)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    try:
+        with rotated(prepared, [variant], stays=True):
+            pass
+    finally:
+        variant.store.release()
+    assert variant.rotated is not None
+    report = variant.rotated.report
+    return dataclasses.replace(report, notes=(*report.notes, *variant.notes)), variant.store.discard

@@ -1,1 +1,0 @@
-"""Tuning the surviving weights of a block towards the dense block's outputs."""

@@ -1,1 +1,0 @@
-"""Pruned weights between the solver and the model, in memory or in a resumable folder."""

@@ -1,0 +1,171 @@
+"""The objective of a rotation: inverse Gram matrices of a model whose norms' gains are folded, from one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..calibration.accumulators import GradientPlan
+from ..calibration.observer import Observer
+from ..errors import MoonshotError, Option, Text, require
+from ..model.calls import frozen
+from ..model.layers import Block, PrunableLayer
+from ..objective.patterns import Pattern, Unstructured
+from ..pipeline.inputs import Prepared
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import ModelPipeline
+from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, sampled, set_totals, widest
+from .permutation_search import competing
+from .scaling import OutputMoments
+from .search import find
+
+if TYPE_CHECKING:
+    from ..pipeline.stages import Stage
+    from .spaces import Space
+
+# In messages: the phase of the run, and its cached tensors.
+WHERE, INVERSE = "the rotation", "inverse for the rotation"
+PatternsOf = Callable[[PrunableLayer], Sequence[Pattern]]
+
+
+def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Space], dict[str, str]]:
+    """The spaces of a model that may be rotated, and a reason for each that may not."""
+    selection = prepared.selection
+    permuted = [layer.name for layer in selection.layers if competing(patterns(layer))]
+    heads = selection.config.rotation == "heads"
+    return find(prepared.model, prepared.probe, heads, permuted, _compared(prepared, patterns))
+
+
+def _compared(prepared: Prepared, patterns: PatternsOf) -> list[str]:
+    """The layers with rows that are compared with each other, if their gradients are known."""
+    selection = prepared.selection
+    if not selection.rotates_by_gradients or selection.solver.objective.diagonal_only:
+        return []
+    pairs = ((layer, pattern) for layer in selection.layers for pattern in patterns(layer))
+    return list(dict.fromkeys(layer.name for layer, pattern in pairs if isinstance(pattern, Unstructured)))
+
+
+def is_rotated(space: Space) -> bool:
+    """Whether a space is rotated, rather than permuted or scaled."""
+    return not space.permuted and not space.scaled
+
+
+def offload_inverses(prepared: Prepared, objective: Objective) -> int:
+    """Move the cached matrices of the objective away from the device; returns their bytes there."""
+    storage, before = prepared.storage, prepared.storage.cached
+    objective.move(lambda tensor: storage.away(tensor, INVERSE))
+    return before - storage.cached
+
+
+def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) -> Objective:
+    """The objective over the spaces that may be rotated.
+
+    Raises:
+        MoonshotError: bad data or statistics, or too little memory.
+    """
+    selection = prepared.selection
+    fisher = selection.rotates_by_gradients
+    # Every λ < 1 requires the same backward passes.
+    prepared = dataclasses.replace(prepared, selection=selection.of_the_dense_model(0.5 if fisher else 1.0))
+    gathering = _Gathering(prepared, spaces, patterns)
+    try:
+        with frozen(prepared.model):
+            run_pipeline(gathering, gathering.visit, prepared.backoff, lambda: prepared.batches, lambda: WHERE)
+    except MoonshotError as error:
+        if not fisher or selection.needs_gradients:
+            raise
+        hints = (error.hint, Text("{} needs no gradients", Option("rotation_weights", "equal")))
+        texts = [each if isinstance(each, Text) else Text(each) for each in hints if each]
+        error.hint = Text("; ".join("{}" for _ in texts), *texts)
+        raise error.within(Option("rotation_weights", "fisher")) from None
+    objective = gathering.objective()
+    reached = next(objective.matrices, None) is not None
+    require(reached, "no calibration data reached a layer that it could be learned for", field="rotation")
+    losses = gathering.fisher if fisher else None
+    offload = partial(offload_inverses, prepared, objective)
+    prepared.backoff.relieved(WHERE, lambda: set_totals(objective, losses), offload)
+    return objective
+
+
+class _Gathering:
+    """A pipeline over all layers, whose stages yield groups of matrices with the same inputs."""
+
+    def __init__(self, prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf):
+        self.prepared, self.patterns = prepared, patterns
+        self.spaces = [space for space in spaces if is_rotated(space)]
+        self.output_moments = OutputMoments.of(spaces)
+        self.fisher: dict[str, float] = {}
+        self.moments: dict[str, Tensor] = {}
+        self.groups: dict[str | None, list[Group]] = {}
+        self.block_of = {layer.name: block for block in prepared.selection.structure.blocks for layer in block.layers}
+
+    def __iter__(self) -> Iterator[Stage]:
+        self.fisher, self.moments, self.groups = {}, {}, {}
+        return iter(ModelPipeline(self.prepared, self))
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return True
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """The run reports layers without data."""
+
+    def visit(self, stage: Stage) -> None:
+        """Collect the statistics of a stage's layers by one pass."""
+        layers = [layer for layer in stage.layers if layer.groups == 1 and not layer.images]
+        if not layers:
+            return
+        samples, storage = self.prepared.calibration.num_samples, self.prepared.storage
+        wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
+        plans = {name: GradientPlan(nothing=True) for name in wanted}
+        extra = (FisherAtZero, self.output_moments) if wanted else ()
+        backoff = self.prepared.backoff
+        here = self.prepared.samples_here
+        with backoff.passing(
+            Observer(layers, False, wanted, samples, storage, plans, extra=extra, here=here)
+        ) as observer:
+            stage.observe(observer, advance=True)
+        with backoff.together():
+            self._take(observer, layers)
+
+    def _take(self, observer: Observer, layers: Sequence[PrunableLayer]) -> None:
+        together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}
+        for layer in layers:
+            if observer.reached(layer):
+                statistics = observer.take(layer)
+                self.fisher[layer.name] = statistics.extra.get(FisherAtZero, 0.0)
+                self.moments |= statistics.extra.get(self.output_moments, {})
+                together.setdefault(id(statistics.inputs), (statistics.inputs, []))[1].append(layer)
+        for gram, (first, *rest) in together.values():
+            if not bool(gram.any()):
+                continue
+            reads, _ = coordinates(first, self.spaces)
+            inputs = self.prepared.storage.put(inverse(gram, reads), f"{first.name}: {INVERSE}")
+            group = Group([self._matrix(layer, reads is None) for layer in (first, *rest)], reads, inputs, [])
+            block = self.block_of.get(first.name)
+            self.groups.setdefault(None if block is None else block.name, []).append(group)
+
+    def _matrix(self, layer: PrunableLayer, free: bool) -> Matrix:
+        """A layer, with a sample of the rows, or of the columns, that no rotation mixes."""
+        config, patterns = self.prepared.selection.config, tuple(self.patterns(layer))
+        _, gives = coordinates(layer, self.spaces)
+        generator = torch.Generator().manual_seed(config.seed)
+        rows = columns = None
+        if not gives:
+            rows = sampled(layer.shape[0], config.rotation_rows, 1, generator)
+        elif free:
+            columns = sampled(layer.shape[1], config.rotation_rows, widest(patterns), generator)
+        return Matrix(layer, patterns, gives, rows, columns)
+
+    def objective(self) -> Objective:
+        """All groups, in the order of the model."""
+        blocks: list[tuple[Block | None, list[Group]]] = [
+            (block, self.groups[block.name])
+            for block in self.prepared.selection.structure.blocks
+            if block.name in self.groups
+        ]
+        return Objective(blocks + ([(None, self.groups[None])] if None in self.groups else []), self.moments)

@@ -1,0 +1,167 @@
+"""Rotate the model of a run: find the spaces, learn on the calibration data, merge the rotations into the weights.
+
+Afterwards the model is another checkpoint of the same function; `ModelRotation.undo` restores the weights after a
+failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..devices import trim_host_memory
+from ..errors import Text, require
+from ..pipeline.backoff import SMALLER, enough_memory
+from ..pipeline.inputs import Prepared
+from ..progress import progress_bar
+from .basis import Basis, ModelRotation
+from .gather import WHERE, PatternsOf, gather, is_rotated, offload_inverses, rotatable_spaces
+from .learning import Learned, learn, rotations
+from .permutation_search import permute_channels
+from .report import RotationReport
+from .scaling import scale
+from .search import check_invariance, check_same, outputs
+
+if TYPE_CHECKING:
+    from ..model.layers import PrunableLayer
+    from ..objective.patterns import Pattern
+    from ..pipeline.store import ResultStore
+    from ..pipeline.variant import Variant
+    from .objective import Objective
+
+# Steps of learning between two states that survive an interruption.
+SAVED_EVERY = 10
+
+
+@contextmanager
+def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
+    """Rotate the model for the patterns of the variants, and restore it if the block fails.
+
+    The store of the first variant keeps the state of learning; the report of each names the rotation. Yields the
+    seconds that it took, 0 without a rotation.
+
+    Args:
+        prepared: the model, dense, and the data.
+        variants: of the run.
+        stays: whether the model stays rotated; otherwise each variant rotates it with its weights.
+
+    Raises:
+        MoonshotError: as `rotate`.
+    """
+    if prepared.selection.config.rotation is None:
+        yield 0.0
+        return
+
+    def patterns(layer: PrunableLayer) -> list[Pattern]:
+        return list(dict.fromkeys(variant.pattern_of(layer) for variant in variants))
+
+    rotation = rotate(prepared, variants[0].store, patterns)
+    try:
+        for variant in variants:
+            variant.rotated = rotation
+        yield rotation.report.seconds
+    except BaseException:
+        rotation.undo()
+        raise
+    if stays:
+        rotation.basis.forget()
+    else:
+        rotation.undo()
+
+
+@enough_memory(Text("{}, or set {}", SMALLER, "rotation_rows"))
+def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> ModelRotation:
+    """Rotate the dense model for its patterns; `store` keeps the state of learning.
+
+    Raises:
+        MoonshotError: no data, nothing that may be rotated, or a model whose function would change; the model is
+            unchanged.
+    """
+    config, model = prepared.selection.config, prepared.model
+    message = "it is learned on calibration data; give some"
+    require(prepared.data is not None, message, field="rotation", value=config.rotation)
+    started, batch = time.perf_counter(), prepared.probe
+    spaces, refused = rotatable_spaces(prepared, patterns)
+    expected = outputs(model, batch)
+    basis = Basis(model, prepared.selection.structure.blocks, spaces)
+    try:
+        basis.keep()
+        untied = basis.untied_bytes
+        state = _from_first(prepared, lambda: None if store.rotation is None else Learned.load(*store.rotation))
+        if state is None or not state.finished:
+            check_invariance(model, basis, batch, expected)
+            objective, unfinished = gather(prepared, spaces, patterns), state
+            state = _from_first(prepared, lambda: _learn(prepared, store, basis, objective, unfinished))
+        assert state is not None
+        changed = state.after < state.before
+        changes = rotations(spaces, state) if changed else {}
+        if changed:
+            basis.write(changes)
+            check_same(model, batch, expected, "the learned rotation")
+        else:
+            basis.restore()
+    except BaseException:
+        basis.restore()
+        raise
+    report = RotationReport(
+        spaces={space.name: (space.count, space.width) for space in spaces if changed and is_rotated(space)},
+        refused=refused,
+        objective_before=state.before,
+        objective_after=state.after,
+        objective_learned=state.learned,
+        permuted={space.name: space.width for space in spaces if changed and space.permuted},
+        scales={name: float(scales.max() / scales.min()) for name, scales in state.factors.items() if changed},
+        steps=len(state.history) - 1,
+        seconds=time.perf_counter() - started,
+        weighted=config.rotation_weights,
+        untied_bytes=untied if changed else 0,
+        rotated=changed,
+    )
+    return ModelRotation(report, basis, changes, changed)
+
+
+def _from_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
+    """The state of a rotation that the first process learns or has stored, in all processes."""
+    ranks = prepared.subject.ranks
+    state = learn() if ranks.is_main else None
+    if ranks.size == 1:
+        return state
+    saved = ranks.broadcast_object(None if state is None else state.saved())
+    return None if saved is None else Learned.load(*saved)
+
+
+def _learn(
+    prepared: Prepared, store: ResultStore, basis: Basis, objective: Objective, state: Learned | None
+) -> Learned:
+    """Learn rotations, then permutations, then scales, from the state of an interrupted run if there is one."""
+    config, device = prepared.selection.config, prepared.storage.device
+    steps, shown = config.rotation_steps, prepared.subject.progress
+    relieved = partial(prepared.backoff.relieved, WHERE, offload=partial(offload_inverses, prepared, objective))
+    with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
+        bar.update(len(state.history) if state else 0)
+
+        def done(state: Learned) -> None:
+            trim_host_memory()
+            bar.update(1)
+            bar.set_postfix_str(f"objective {state.after:.4f}")
+            if state.done or len(state.history) % SAVED_EVERY == 0:
+                store.put_rotation(*state.saved())
+
+        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, relieved)
+    permuted = [space for space in basis.spaces if space.permuted]
+    shown = shown and bool(permuted)
+    with progress_bar(total=len(permuted), desc="ordering neurons", unit="layer", shown=shown) as bar:
+
+        def put(state: Learned) -> None:
+            bar.update(1)
+            store.put_rotation(*state.saved())
+
+        bar.update(len(state.permutations))
+        relieved(lambda: permute_channels(objective, basis.spaces, state, put))
+    scale(basis.spaces, state, objective.moments)
+    state.finished = True
+    store.put_rotation(*state.saved())
+    return state

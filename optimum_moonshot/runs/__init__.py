@@ -1,1 +1,0 @@
-"""The runs a user starts: prune, sweep, sparsity path, rotation, expert pruning."""

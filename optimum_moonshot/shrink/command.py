@@ -1,0 +1,101 @@
+"""`optimum-cli moonshot shrink`: make a model smaller, to a number of parameters, bytes or milliseconds."""
+
+import argparse
+import time
+from pathlib import Path
+
+from ..commands.common import (
+    add_data_option,
+    add_model_options,
+    add_output_options,
+    check_data,
+    find_device,
+    import_modules,
+    load_pruner,
+    pruner_metric,
+    usage_errors,
+)
+from ..commands.launch import is_first
+from ..commands.method_options import add_calibration_options, add_method_options, calibration_source, make_config
+from ..commands.output import RESUMED_HELP, open_output
+
+# Options that the target determines, or that structured pruning does not have.
+WITHOUT = (
+    "pattern",
+    "sparsity",
+    "allocation",
+    "bits",
+    "quant_group",
+    "target_bytes",
+    "bits_per_weight",
+    "owl_threshold",
+    "owl_lambda",
+    "alpha_tau",
+    "expert_tokens",
+    "under_calibrated_experts",
+    "rotation",
+    "rotation_weights",
+    "rotation_steps",
+    "rotation_lr",
+    "rotation_rows",
+)
+
+
+def add_shrink_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_output_options(parser, f"folder for the smaller model; {RESUMED_HELP}")
+    group = parser.add_argument_group("target", "exactly one")
+    text = "of the smaller model: a fraction of the dense one's up to 1, or a number"
+    group.add_argument("--parameters", type=float, metavar="N", help=text)
+    group.add_argument("--bytes", metavar="SIZE", help='as --parameters, of its weights, or such as "2GB"')
+    text = "of a forward pass on this machine: a fraction up to 1, or milliseconds"
+    group.add_argument("--latency", type=float, metavar="T", help=text)
+    text = "with --latency: samples and tokens of the forward pass; 1 token is decoded after a context (1 1)"
+    group.add_argument("--batch-shape", nargs=2, type=int, default=(1, 1), metavar=("SAMPLES", "TOKENS"), help=text)
+    text = "of which a smaller hidden size is a multiple, such as 32 for the blocks of GGUF's Q8_0"
+    parser.add_argument("--hidden-multiple", type=int, metavar="N", help=text)
+    add_calibration_options(parser)
+    add_data_option(parser, "--eval", "measure the model on these data sets before and after")
+    add_method_options(parser, without=WITHOUT)
+    parser.set_defaults(offload=None)
+
+
+def shrink(args: argparse.Namespace) -> None:
+    """`moonshot shrink`: load, measure, decide, shrink, measure, save."""
+    from ..runtime.semi_structured import check_batch_shape
+    from .target import Target
+
+    start = time.perf_counter()
+    import_modules(args.imports)
+    with usage_errors():
+        target = {name: getattr(args, name) for name in ("parameters", "latency")}
+        target["bytes"] = _number(args.bytes)
+        Target.of(**target)
+        check_batch_shape(args.batch_shape)
+    args.solver, args.pattern, args.sparsity = getattr(args, "solver", "osscar"), "structured", 0.0
+    config = make_config(args)
+    device = find_device(args.device)
+    calibration = calibration_source(args, config) or "c4"
+    check_data("eval", args.eval)
+    with open_output(args) as output:
+        pruner = load_pruner(args, config, device)
+        metric = pruner_metric(pruner)
+        before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
+        resumed: Path = output.work(several=True)
+        options = {"batch_shape": tuple(args.batch_shape), "hidden_multiple": args.hidden_multiple}
+        report = pruner.shrink(calibration, **target, **options, resume_dir=resumed)
+        assert pruner.report is not None
+        lines = [report.table(), "", *pruner_metric(pruner).changes(before, pruner.report.record)]
+        output.begin()
+        pruner.save_pretrained(output.path)
+        output.finish()
+    if is_first():
+        print(*lines, f"saved       {args.output}", f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+
+
+def _number(size: str | None) -> float | str | None:
+    """A size as a number, if it is one."""
+    try:
+        return None if size is None else float(size)
+    except ValueError:
+        return size

@@ -1,0 +1,174 @@
+"""The decision: measure the parts of a model, and solve the program for a target."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..errors import MoonshotError
+from ..model.layers import PrunableLayer, find_blocks, find_structure
+from .costs import Costs, shape_costs
+from .experts import ExpertCount
+from .latency import latency_costs
+from .losses import (
+    BLOCKS,
+    BlockSets,
+    WidthLosses,
+    WithoutExperts,
+    block_sets,
+    build_program,
+    expert_losses,
+    width_losses,
+)
+from .program import Choice, Program
+from .report import Candidate, ShrinkReport
+from .target import Target
+from .trials import Trials
+from .widths import Width
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Measured losses and costs of the parts of a model; they serve every target of one kind."""
+
+    widths: tuple[Width, ...]
+    refused: Mapping[str, str]  # width that cannot be reduced → reason
+    losses: tuple[WidthLosses, ...]
+    sets: BlockSets
+    parameters: Costs
+    bytes: Costs
+    seconds: Costs | None = None  # for a target in seconds
+
+    def program(self, costs: Costs) -> Program:
+        return build_program(costs, self.widths, self.losses, self.sets)
+
+    def costs_of(self, target: Target) -> Costs:
+        costs = {"parameters": self.parameters, "bytes": self.bytes, "latency": self.seconds}[target.field]
+        assert costs is not None
+        return costs
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The parts that leave a model."""
+
+    blocks: tuple[int, ...]
+    levels: Mapping[Width, int]  # groups that leave every layer of a width
+    parameters: int  # of the smaller model
+    report: ShrinkReport
+
+
+def measure_tables(
+    model: PreTrainedModel,
+    trials: Trials,
+    widths: Sequence[Width],
+    refused: Mapping[str, str],
+    target: Target,
+    batch_shape: tuple[int, int],
+    experts: tuple[ExpertCount, WithoutExperts] | None = None,
+) -> Tables:
+    """Measure the losses and costs for a kind of target.
+
+    Args:
+        model: dense and frozen.
+        trials: measure its losses.
+        widths: that can be reduced.
+        refused: those that cannot, with the reason.
+        target: determines whether latencies are measured.
+        batch_shape: samples and tokens of a forward pass, for latencies.
+        experts: that can leave, with the context in which those of a trial do.
+
+    Raises:
+        MoonshotError: the model is small enough already, or its latency cannot be measured.
+    """
+    seconds = None
+    if target.field == "latency":  # first, so that a wrong target costs nothing else
+        seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
+        target.budget(seconds.dense)
+    structure = find_structure(model)
+    layers: dict[str, PrunableLayer] = {layer.name: layer for layer in structure.layers()}
+    by_block = [block.layers for block in structure.blocks]
+    losses = [width_losses(trials, width, by_block) for width in widths]
+    if experts is not None:
+        losses.append(expert_losses(trials, *experts, [module for _, module in find_blocks(model)]))
+        widths = [*widths, experts[0]]
+    refused = dict(refused)
+    try:
+        sets = block_sets(trials, len(by_block))
+    except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
+        sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
+    refused |= trials.refused
+    parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
+    return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds)
+
+
+def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Decision:
+    """The decision with the least predicted loss.
+
+    Args:
+        tables: of the model.
+        target: of the same kind as that of the tables.
+        measured: all measurements, for the report.
+
+    Raises:
+        MoonshotError: no combination reaches the target, or the model is small enough.
+    """
+    costs = tables.costs_of(target)
+    program, budget = tables.program(costs), target.budget(costs.dense)
+    chosen = program.best(budget)
+    if chosen is None:
+        raise target.unreachable(program.least_cost().cost, costs.dense, tables.refused)
+    return decision_of(tables, target, program, chosen, measured)
+
+
+def decision_of(
+    tables: Tables, target: Target, program: Program, chosen: Choice, measured: Mapping[str, float]
+) -> Decision:
+    """The decision for a choice of a program, with its report; other parameters as for `decide`."""
+    costs, options = tables.costs_of(target), chosen.options
+    budget = target.budget(costs.dense)
+    levels = {width: width.levels[option] for width, option in zip(tables.widths, options[1:], strict=True)}
+    parameters, sizes = (tables.program(each) for each in (tables.parameters, tables.bytes))
+    after = tuple(round(each.choice(options).cost) for each in (parameters, sizes))
+    report = ShrinkReport(
+        unit=costs.unit,
+        budget=budget,
+        dense=costs.dense,
+        chosen=_candidate(program, chosen, [each.name for each in program.dimensions]),
+        blocks=tables.sets.sets[options[0]],
+        widths={width.name: (width.count, width.count - level) for width, level in levels.items()},
+        considered=tuple(alternatives(program, budget)),
+        measured=dict(measured),
+        parameters=(round(tables.parameters.dense), after[0]),
+        bytes=(round(tables.bytes.dense), after[1]),
+        refused=dict(tables.refused),
+    )
+    return Decision(report.blocks, levels, after[0], report)
+
+
+def without_set(tables: Tables, blocks: tuple[int, ...], reason: str) -> Tables:
+    """The tables without a set of blocks that the architecture does not allow."""
+    name = f"{BLOCKS} {', '.join(map(str, blocks))}"
+    return dataclasses.replace(tables, sets=tables.sets.without(blocks), refused={**tables.refused, name: reason})
+
+
+def alternatives(program: Program, budget: float) -> list[Candidate]:
+    """The best choice of every set of dimensions that reaches the budget; sets with the same choice once."""
+    names = [each.name for each in program.dimensions]
+    best: dict[tuple[int, ...], Candidate] = {}
+    for count in range(1, len(names) + 1):
+        for allowed in itertools.combinations(names, count):
+            choice = program.best(budget, frozenset(allowed))
+            if choice is not None:
+                best.setdefault(choice.options, _candidate(program, choice, allowed))
+    return list(best.values())
+
+
+def _candidate(program: Program, choice: Choice, allowed: Sequence[str]) -> Candidate:
+    removed = {
+        dimension.name: dimension.removed[option]
+        for dimension, option in zip(program.dimensions, choice.options, strict=True)
+    }
+    return Candidate(tuple(allowed), removed, float(choice.loss), float(choice.cost))

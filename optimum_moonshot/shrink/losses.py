@@ -1,0 +1,164 @@
+"""The predicted loss of every level, measured on the calibration data: the increase of the model's mean loss.
+
+The loss of a width is measured at a few levels with the weights that OSSCAR finds for them in all blocks, and
+interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That of a set of blocks is measured without
+them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; what a
+removed block would have lost in a width is subtracted, by the share of each block, which is measured at one level.
+
+The sets of blocks to measure are those with the least loss by the two objectives (blocks.py), each objective alone.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from scipy.interpolate import PchipInterpolator
+from torch import nn
+
+from ..model.layers import PrunableLayer
+from .costs import Costs, count_entries
+from .experts import ExpertCount, WithoutExperts
+from .program import Dimension, Program
+from .widths import TRIALS, Width, trial_levels
+
+# The largest fraction of the blocks that may leave.
+MOST_BLOCKS = 0.5
+BLOCKS = "blocks"  # the name of their dimension
+HIDDEN = "hidden size"
+
+
+class Measured(Protocol):
+    """A model whose loss can be measured in parts; the measurements are kept for a resumed run."""
+
+    def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
+        """The mean loss on the calibration data while a change is applied; `key` identifies it."""
+
+    def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
+        """A context in which some layers have the weights of a trial."""
+
+    def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
+        """A context in which some blocks return their input."""
+
+    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
+        """Sets of so many blocks whose loss is to be measured; none if the model cannot lose as many."""
+
+
+@dataclass(frozen=True)
+class WidthLosses:
+    """Of every level of a width."""
+
+    losses: tuple[float, ...]
+    shares: tuple[float, ...]  # of each block, with the sum 1
+
+
+@dataclass(frozen=True)
+class BlockSets:
+    """One set of 0, 1, 2, … blocks, as far as the model can lose so many, with the loss without each."""
+
+    sets: tuple[tuple[int, ...], ...]
+    losses: tuple[float, ...]
+
+    def without(self, blocks: tuple[int, ...]) -> "BlockSets":
+        """The other sets."""
+        pairs = [pair for pair in zip(self.sets, self.losses, strict=True) if pair[0] != blocks]
+        return BlockSets(*map(tuple, zip(*pairs, strict=True)))
+
+
+def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[PrunableLayer]]) -> WidthLosses:
+    """Measure a width.
+
+    Args:
+        measured: the model.
+        width: with at least two levels.
+        blocks: the layers of every block.
+    """
+    dense, members = measured.loss("dense"), [layer for layer, _ in width.members]
+    levels = trial_levels(width)
+    losses = level_losses(measured, width, lambda trial: measured.pruned(trial, members))
+    middle = len(TRIALS) // 2
+    shares = []
+    for index, layers in enumerate(blocks):
+        inside = [layer for layer in layers if layer in members]
+        key = f"{width.name} without {levels[middle]} in block {index}"
+        change = partial(measured.pruned, middle, inside)
+        shares.append(max(0.0, measured.loss(key, change) - dense) if inside else 0.0)
+    total = sum(shares)
+    shares = [each / total for each in shares] if total else [1 / len(blocks)] * len(blocks)
+    return WidthLosses(losses, tuple(shares))
+
+
+def expert_losses(
+    measured: Measured, width: ExpertCount, without: WithoutExperts, blocks: Sequence[nn.Module]
+) -> WidthLosses:
+    """Measure the experts; blocks with a mixture have equal shares, since all lose experts together.
+
+    Args:
+        measured: the model.
+        width: with at least two levels.
+        without: returns a context in which the model lacks the experts of a trial.
+        blocks: of the model.
+    """
+    shares = [float(width.expert_cost(block, count_entries) > 0) for block in blocks]
+    return WidthLosses(level_losses(measured, width, without), tuple(share / sum(shares) for share in shares))
+
+
+def level_losses(
+    measured: Measured, width: Width, changed: Callable[[int], AbstractContextManager[None]]
+) -> tuple[float, ...]:
+    """The loss of every level of a width.
+
+    Args:
+        measured: the model.
+        width: with at least two levels.
+        changed: returns a context with the level of a trial in all blocks.
+    """
+    dense, points = measured.loss("dense"), {0: 0.0}
+    for trial, level in enumerate(trial_levels(width)):
+        if level not in points:
+            loss = measured.loss(f"{width.name} without {level}", partial(changed, trial)) - dense
+            points[level] = max(loss, *points.values())
+    return interpolated(points, width.levels)
+
+
+def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float, ...]:
+    """Losses at some levels by ascending `points`; monotone, and linear beyond the last."""
+    x, y = np.array(list(points), dtype=float), np.array(list(points.values()))
+    at = np.array(levels, dtype=float)
+    inside = PchipInterpolator(x, y)(at.clip(max=x[-1]))
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return tuple(map(float, inside + slope * (at - x[-1]).clip(min=0)))
+
+
+def block_sets(measured: Measured, count: int) -> BlockSets:
+    """Measure sets of a model's `count` blocks: of each size the candidate with the least loss."""
+    dense, sets, losses = measured.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
+    for size in range(1, int(MOST_BLOCKS * count) + 1):
+        tried = {blocks: _without(measured, blocks) - dense for blocks in measured.candidates(size)}
+        if not tried:
+            continue
+        best = min(tried, key=lambda blocks: tried[blocks])
+        sets.append(best)
+        losses.append(max(tried[best], losses[-1]))
+    return BlockSets(tuple(sets), tuple(losses))
+
+
+def _without(measured: Measured, blocks: tuple[int, ...]) -> float:
+    return measured.loss(f"without blocks {', '.join(map(str, blocks))}", partial(measured.without, blocks))
+
+
+def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthLosses], sets: BlockSets) -> Program:
+    """The program of all combinations of a set of blocks and a level of every width."""
+    gone = [sum(costs.blocks[block] for block in blocks) for blocks in sets.sets]
+    numbers = tuple(map(len, sets.sets))
+    dimensions = [Dimension(BLOCKS, numbers, sets.losses, tuple(-each for each in gone))]
+    loss_pairs, cost_pairs = {}, {}
+    for index, (width, loss) in enumerate(zip(widths, losses, strict=True), 1):
+        savings = np.array(costs.savings[width.name])  # [blocks, levels]
+        dimensions.append(Dimension(width.name, width.levels, loss.losses, tuple(map(float, -savings.sum(0)))))
+        removed = [sum(loss.shares[block] for block in blocks) for blocks in sets.sets]
+        loss_pairs[0, index] = -np.outer(removed, loss.losses)
+        cost_pairs[0, index] = np.stack([savings[list(blocks)].sum(0) for blocks in sets.sets])
+    return Program(tuple(dimensions), costs.dense, loss_pairs, cost_pairs)

@@ -1,0 +1,138 @@
+"""Remove the decided parts of a model: blocks of a copy, its experts, then neurons and heads."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import require
+from ..experts.run import prune_experts
+from ..model.calls import called_by, evaluation_mode
+from ..model.compaction import Compaction
+from ..model.depth import BlockRemoval, remove_blocks
+from ..model.layers import find_blocks
+from ..prune.record import compact_pruned
+from ..prune.run import prune_model
+from ..reports.prune_report import PruneReport
+from ..reports.record import PruningRecord
+from .decision import Decision
+from .experts import ExpertCount, expert_config
+from .latency import model_latency
+from .request import Shrinking
+from .widths import Width
+
+# λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
+# loss, and needs no backward pass without it (benchmarks/results/shrink.json).
+LAM_HEADS, LAM_NEURONS = 0.5, 1.0
+
+
+def apply_decision(
+    run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune and compact the copy of the model that has the remaining blocks, and report the decision.
+
+    Args:
+        run: the request.
+        decision: the parts that leave.
+        model: a copy without the blocks of the decision.
+        removal: that of the blocks; None if all remain.
+
+    Raises:
+        MoonshotError: as `prune_model`, or the architecture has no configuration of these widths.
+    """
+    with called_by(model, run.forward), evaluation_mode(run.teacher):
+        model, report = _pruned(run, decision, model, removal)
+    _complete(run, decision, model, report)
+    return model, report
+
+
+def without_blocks(run: Shrinking, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
+    """A copy of the model without some blocks; a narrowed model is the run's own, and is not copied."""
+    if blocks:
+        return remove_blocks(run.model, blocks, copies=not run.subject.narrowed)
+    return run.model if run.subject.narrowed else copy.deepcopy(run.model), None
+
+
+def _pruned(
+    run: Shrinking, decision: Decision, model: Any, removal: BlockRemoval | None
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune and compact the copy of the model that has the remaining blocks."""
+    levels = {width: level for width, level in decision.levels.items() if not isinstance(width, ExpertCount)}
+    experts = sum(width.sparsity(level) for width, level in decision.levels.items() if isinstance(width, ExpertCount))
+    narrower, recover, reports = any(levels.values()), run.config.recover, list[PruneReport]()
+    if experts:
+        here = None if narrower or recover == "distill" else recover
+        subject, config = run.smaller(model, decision.blocks), expert_config(run.config, experts, here)
+        report, _ = prune_experts(subject, config, run.calibration, run.folder("experts"))
+        reports.append(report)
+    if not experts or narrower or recover == "distill":
+        model, report = _structured(run, levels, decision.blocks, model)
+        report.layers = [*(layer for each in reports for layer in each.layers), *report.layers]
+        reports.append(report)
+    changes = {} if removal is None else {name: list(change) for name, change in removal.config.items()}
+    for each in reports:
+        changes |= {} if each.compaction is None else each.compaction["config"]
+    empty = Compaction({}, {}, {}, (0, 0)).to_dict()
+    parameters = [decision.report.parameters[0], model.num_parameters()]
+    report.compaction = {**empty, **(report.compaction or {}), "config": changes, "parameters": parameters}
+    return model, report
+
+
+def _allocation(
+    run: Shrinking, levels: Mapping[Width, int], blocks: tuple[int, ...], model: Any
+) -> dict[str, float | str]:
+    """The sparsity of each layer of the copy, whose blocks have other names where some are missing."""
+    names = [name for name, _ in find_blocks(run.model)]
+    left = [name for index, name in enumerate(names) if index not in blocks]
+    renamed = dict(zip(left, (name for name, _ in find_blocks(model)), strict=True))
+    return {
+        new + layer.name.removeprefix(old): width.sparsity(level)
+        for width, level in levels.items()
+        for layer, _ in width.members
+        for old, new in renamed.items()
+        if layer.name.startswith(f"{old}.")
+    }
+
+
+def _structured(
+    run: Shrinking, levels: Mapping[Width, int], blocks: tuple[int, ...], model: Any
+) -> tuple[PreTrainedModel, PruneReport]:
+    """Prune neurons and heads of the copy without some blocks, recover it, and compact it."""
+    subject, allocation = run.smaller(model, blocks), _allocation(run, levels, blocks, model)
+    config, narrower = run.config, any(levels.values())
+    heads = any(level and width.members[0][1].size > 1 for width, level in levels.items())
+    lam = config.lam if config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
+    config = dataclasses.replace(config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
+    without = config.recover is not None and config.recover != "distill" and not narrower and not subject.narrowed
+    config = dataclasses.replace(config, recover=None) if without else config
+    report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
+    if without:
+        report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads left the blocks")
+    if narrower:
+        model, _ = compact_pruned(model, report)
+    return model, report
+
+
+def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report: PruneReport) -> None:
+    """Check the size of the smaller model, and add the decision to its report and record."""
+    left, expected = model.num_parameters(), decision.parameters
+    message = f"the smaller model has {left:,} parameters, not {expected:,}: the architecture has no such configuration"
+    require(left == expected, message)
+    shrunk = decision.report
+    if run.target.field == "latency":
+        seconds = (shrunk.dense, model_latency(model, run.batch_shape))
+        shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
+        if seconds[1] > shrunk.budget:
+            latencies = f"{1e3 * seconds[1]:.4g} ms, the target {1e3 * shrunk.budget:.4g} ms"
+            report.notes.append(f"the latency of the smaller model, {latencies}: that of its parts predicted less")
+    report.shrink = shrunk
+    attach_decision(model, report)
+
+
+def attach_decision(model: PreTrainedModel, report: PruneReport) -> None:
+    """Note the decision and the changes of the configuration in the model's record."""
+    assert report.shrink is not None
+    record, summary = PruningRecord.require_of(model), report.shrink.summary()
+    dataclasses.replace(record, compaction=report.compaction, shrink=summary).attach(model)

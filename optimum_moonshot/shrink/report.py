@@ -1,0 +1,103 @@
+"""The report of a decision: which parts of a model leave, at which predicted loss, and the alternatives."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..reports.json_files import Size, check_fields, with_tuples
+from ..reports.tables import text_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A combination of parts that may leave."""
+
+    allowed: tuple[str, ...]  # the dimensions among which it is the best
+    removed: dict[str, int]  # dimension → number that leaves: blocks, or neurons or heads of every block
+    loss: float  # predicted increase of the mean calibration loss
+    cost: float  # in the unit of the target
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Candidate":
+        """From the JSON of `dataclasses.asdict`."""
+        return cls(**with_tuples(values, "allowed"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShrinkReport:
+    """The decision of `MoonshotPruner.shrink`.
+
+    Losses are increases of the mean loss on the calibration data, in nats per token for a language model.
+    """
+
+    unit: str  # of the target: "parameters", "bytes" or "seconds"
+    budget: float  # in this unit
+    dense: float  # cost of the dense model
+    chosen: Candidate
+    blocks: tuple[int, ...]  # indices of the removed blocks
+    widths: dict[str, tuple[int, int]]  # name → neurons or heads of a block before and after
+    considered: tuple[Candidate, ...]  # the best of each set of dimensions that reach the budget
+    measured: dict[str, float]  # every measurement, by its name
+    parameters: tuple[Size, Size]  # before and after
+    bytes: tuple[int, int]  # of the parameters
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # part that cannot leave → reason
+    hidden_size: tuple[int, int] | None = None  # before and after, if it changes
+    batch_shape: tuple[int, int] | None = None  # samples and tokens, for a target in seconds
+    seconds: tuple[float, float] | None = None  # of a forward pass before and after, for a target in seconds
+
+    def line(self) -> str:
+        """One line of text."""
+        changes = [f"{name} {before} → {after}" for name, (before, after) in self.widths.items() if before != after]
+        changes += [] if self.hidden_size is None else ["hidden size {} → {}".format(*self.hidden_size)]
+        changes += [f"without blocks {', '.join(map(str, self.blocks))}"] if self.blocks else []
+        before, after = self.parameters
+        latency = "" if self.seconds is None else "; {:.3g} → {:.3g} ms".format(*(1e3 * each for each in self.seconds))
+        share = f"{before:,} → {after:,} parameters ({after / before:.4f})"
+        return f"{share}: {', '.join(changes)}; predicted loss +{self.chosen.loss:.4f}{latency}"
+
+    def table(self, width: int = 120) -> str:
+        """A text table with the best of each set of dimensions, the least loss first.
+
+        Args:
+            width: characters per line.
+        """
+        names = list(dict.fromkeys(name for each in self.considered for name in each.removed))
+        headers = ["removing", *(f"{name} removed" for name in names), self.unit, "predicted loss"]
+        number = (lambda cost: f"{1e3 * cost:.3f} ms") if self.unit == "seconds" else (lambda cost: f"{cost:,.0f}")
+        rows = [
+            [
+                " + ".join(each.allowed),
+                *(str(each.removed.get(name, 0)) for name in names),
+                number(each.cost),
+                f"+{each.loss:.4f}",
+            ]
+            for each in sorted(self.considered, key=lambda each: each.loss)
+        ]
+        refused = [f"stays: {name} ({reason})" for name, reason in self.refused.items()]
+        return "\n".join([text_table(headers, rows, width, left=headers[:1]), *refused, self.line()])
+
+    def summary(self) -> dict[str, Any]:
+        """The entry in a model's configuration."""
+        widths = {name: list(change) for name, change in self.widths.items()}
+        target = {"unit": self.unit, "budget": self.budget, "dense": self.dense}
+        hidden = {} if self.hidden_size is None else {"hidden_size": list(self.hidden_size)}
+        parts = {"blocks": list(self.blocks), "widths": widths, **hidden}
+        return {**target, **parts, "predicted_loss": self.chosen.loss}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types; `from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ShrinkReport":
+        """The inverse of `to_dict`.
+
+        Raises:
+            MoonshotError: a field that is missing, unknown, or of another type.
+        """
+        check_fields(cls, values)
+        fields = with_tuples(dict(values), "blocks", "parameters", "bytes", "hidden_size", "batch_shape", "seconds")
+        fields["chosen"] = Candidate.from_dict(values["chosen"])
+        fields["considered"] = tuple(map(Candidate.from_dict, values["considered"]))
+        fields["widths"] = {name: tuple(change) for name, change in values["widths"].items()}
+        return cls(**fields)

@@ -1,0 +1,111 @@
+"""A request to make a model smaller, with the folders of its runs."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..config import MoonshotConfig
+from ..errors import Option, Text, require
+from ..model.calls import Forward
+from ..model.layers import visited
+from ..model.offload import RESIDENT
+from ..objective.patterns import Structured
+from ..pipeline.run_folder import RunFolder
+from ..pipeline.selection import DenseTeacher, Subject, check_dense
+from ..runtime.semi_structured import check_batch_shape
+from .costs import dense_cost
+from .latency import check_timed
+from .target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrinking:
+    """A request to make a model smaller."""
+
+    subject: Subject
+    config: MoonshotConfig
+    calibration: Any
+    target: Target
+    batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
+    forward: Forward | None
+    resume_dir: Path | None
+    hidden_multiple: int | None = None  # of which a smaller hidden size is a multiple
+
+    @property
+    def model(self) -> PreTrainedModel:
+        assert isinstance(self.subject.model, PreTrainedModel)
+        return self.subject.model
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        """The model that a recovery reproduces: the dense one, before any part left."""
+        teacher = self.subject.teacher
+        model = self.model if teacher is None else teacher.model
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...]) -> Subject:
+        """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
+        teacher = self.subject.teacher or DenseTeacher(self.model)
+        return dataclasses.replace(self.subject, model=model, teacher=dataclasses.replace(teacher, removed=blocks))
+
+    def folder(self, name: str) -> Path | None:
+        return None if self.resume_dir is None else self.resume_dir / name
+
+    def discard(self) -> None:
+        """Delete the files of the run."""
+        if self.resume_dir is not None:
+            for name in ("measured", "trial-*", "narrowed", "experts", "run"):
+                for folder in self.resume_dir.glob(name):
+                    RunFolder.remove_all(folder)
+            with contextlib.suppress(OSError):  # it has other files
+                self.resume_dir.rmdir()
+
+
+def check_request(
+    subject: Subject,
+    config: MoonshotConfig,
+    calibration: Any,
+    target: Target,
+    batch_shape: tuple[int, int],
+    hidden_multiple: int | None,
+) -> None:
+    """Check that the configuration and the model can be shrunk to a target.
+
+    Args:
+        subject: the dense model.
+        config: of the run.
+        calibration: the data, not yet read.
+        target: of the run.
+        batch_shape: of a forward pass, for a target in seconds.
+        hidden_multiple: of which a smaller hidden size is a multiple.
+
+    Raises:
+        MoonshotError: a field that contradicts a target, no data, several processes, offloaded blocks, or a model
+            that is sparse, small enough already, or whose latency cannot be measured.
+    """
+    check_batch_shape(batch_shape)
+    valid = hidden_multiple is None or (type(hidden_multiple) is int and hidden_multiple > 0)
+    require(valid, "use a positive integer", field="hidden_multiple", value=hidden_multiple)
+    model, pattern = subject.model, config.parsed_pattern
+    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
+    hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
+    message = "a smaller model loses whole neurons and heads"
+    require(isinstance(pattern, Structured), message, field="pattern", value=config.pattern, hint=hint)
+    message = "the target determines it; leave it at 0"
+    require(not config.sparsity, message, field="sparsity", value=config.sparsity)
+    message = "the target determines the sparsity of every layer"
+    require(config.allocation == "uniform", message, field="allocation", value=config.allocation)
+    require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
+    require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    check_dense(model, "a smaller model", "shrink")
+    assert isinstance(model, PreTrainedModel)
+    if target.field == "latency":
+        check_timed(model, batch_shape)
+    else:
+        target.budget(dense_cost(model, target.unit))

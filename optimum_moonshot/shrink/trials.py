@@ -1,0 +1,166 @@
+"""The measurements of a dense model in parts: the protocol `losses.Measured` on calibration data."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ..calibration.statistic import NOT_FINITE
+from ..config import MoonshotConfig
+from ..data.batches import sample_count, spread_samples
+from ..errors import require
+from ..model.calls import evaluation_mode
+from ..model.depth import BlockSearch, skipping
+from ..model.layers import PrunableLayer, find_blocks, find_structure
+from ..pipeline.calibration_loss import mean_loss, remember_outputs
+from ..pipeline.inputs import Prepared
+from ..pipeline.run_folder import MEASURED, Parts, RunFolder
+from ..pipeline.selection import select
+from ..pipeline.variant import Variant, run_parts
+from .blocks import BlockScores, score_blocks
+from .losses import BLOCKS
+from .widths import TRIALS, Width, trial_levels
+
+# Samples on which losses are measured, spread over the calibration data.
+SAMPLES = 32
+
+Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of the variants
+
+
+class Measurements:
+    """Numbers by name, in files of a folder, from which a repeated run takes them."""
+
+    def __init__(self, folder: RunFolder | None, parts: Parts):
+        self.folder, self.values = folder, dict[str, float]()  # in the order of their use, also in a repeated run
+        self._stored: dict[str, float] = {}
+        if folder is not None and folder.open(parts):
+            stored = (values for _, values, _ in folder.saved(MEASURED) if values is not None)
+            self._stored = {each["name"]: each["value"] for each in stored}
+
+    def keep(self, name: str, measure: Callable[[], float]) -> float:
+        """The number of this name, measured if it is missing."""
+        if name not in self._stored:
+            self._stored[name] = measure()
+            if self.folder is not None:
+                values = {"name": name, "value": self._stored[name]}
+                self.folder.save(MEASURED, name.replace("/", "-"), {}, values)
+        return self.values.setdefault(name, self._stored[name])
+
+    def release(self) -> None:
+        if self.folder is not None:
+            self.folder.release()
+
+
+class Trials:
+    """A dense, frozen model whose widths are pruned in trials, at λ = 1: one pass over the data serves all.
+
+    `solve` runs the trials, once a measurement needs them; `folder` is for their weights and the measurements.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        widths: Sequence[Width],
+        solve: Solve,
+        folder: str | os.PathLike[str] | None,
+    ):
+        config = prepared.selection.config
+        self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
+        data = prepared.calibration
+        batches = spread_samples(data.batches, min(SAMPLES, data.num_samples))
+        data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
+        self.measuring = dataclasses.replace(self.prepared, data=data)
+        self.blocks = [module for _, module in find_blocks(prepared.model)]
+        self.refused = dict[str, str]()  # numbers of blocks that cannot leave, with the reason
+        self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
+        self.folder = None if folder is None else Path(folder)
+        parts = run_parts(prepared, prepared.selection)
+        kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
+        self.measurements = Measurements(kept, parts)
+        remember_outputs(self.measuring)
+
+    def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
+        def measure() -> float:
+            change = nullcontext() if changed is None else changed()
+            with change, torch.no_grad(), evaluation_mode(self.prepared.model):
+                loss = mean_loss(self.measuring)
+            measured = "dense model" if changed is None else f"model, {key},"
+            require(math.isfinite(loss), f"the calibration loss of the {measured} is {loss}", hint=NOT_FINITE)
+            return loss
+
+        return self.measurements.keep(key, measure)
+
+    def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
+        if not self.variants:
+            self._solve()
+        variant, names = self.variants[trial], {layer.name for layer in layers}
+        part = Variant(self.prepared.model, variant.selection, variant.store)
+        part.skipped = {layer.name: "" for layer in variant.selection.layers if layer.name not in names}
+        return part.applied()
+
+    def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
+        return skipping(self.blocks[block] for block in blocks)
+
+    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
+        scores, search = self._scores, self._search
+        refusals = dict[tuple[int, ...], str | None]()
+
+        def allowed(blocks: tuple[int, ...]) -> bool:
+            # Blocks of one kind differ in their index alone: the configuration without the chosen set tells.
+            if blocks not in refusals:
+                refusals[blocks] = search.refusal(blocks) if len(search.kinds) > 1 else None
+            return refusals[blocks] is None
+
+        found = [scores.select_allowed(count, lam, search.kinds, allowed) for lam in (0.0, 1.0)]
+        if found == [None, None]:
+            self.refused[f"{count} {BLOCKS}"] = next(filter(None, refusals.values()))
+        return list(dict.fromkeys(blocks for blocks in found if blocks is not None))
+
+    @cached_property
+    def _search(self) -> BlockSearch:
+        assert isinstance(self.prepared.model, PreTrainedModel)
+        return BlockSearch(self.prepared.model)
+
+    @cached_property
+    def _scores(self) -> BlockScores:
+        structure = find_structure(self.prepared.model)  # all layers: a block may leave if none of its is selected
+        selection = dataclasses.replace(self.measuring.selection, structure=structure)
+        return score_blocks(dataclasses.replace(self.measuring, selection=selection))
+
+    def release(self) -> None:
+        """Release the folders for other runs, and the weights of the trials."""
+        for variant in self.variants:
+            variant.store.release()
+        self.measurements.release()
+        self.variants = []
+
+    def _solve(self) -> None:
+        for index, config in enumerate(self.configs):
+            folder = None if self.folder is None else self.folder / f"trial-{index}"
+            selection = select(self.prepared.model, config)
+            # In host memory the five trials of a Llama would take 1.8 times as much as the model.
+            self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir", spilling=True))
+        self.solve(self.prepared, self.variants)
+
+
+def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[MoonshotConfig]:
+    """The configuration of every trial, which names the sparsity of each layer."""
+    levels = [trial_levels(width) for width in widths]
+    return [
+        layer_config(config, {width: each[trial] for width, each in zip(widths, levels, strict=True)}, lam=1.0)
+        for trial in range(len(TRIALS))
+    ]
+
+
+def layer_config(config: MoonshotConfig, levels: Mapping[Width, int], lam: float) -> MoonshotConfig:
+    """The configuration that removes a number of groups of every width, and nothing of other layers."""
+    allocation: dict[str, float | str] = {
+        layer.name: width.sparsity(level) for width, level in levels.items() for layer, _ in width.members
+    }
+    return dataclasses.replace(config, sparsity=0.0, allocation=allocation or "uniform", lam=lam, recover=None)

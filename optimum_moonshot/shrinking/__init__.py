@@ -1,1 +1,0 @@
-"""Smaller dense models: the loss and the cost of removing parts of a model, and the decision."""

@@ -1,0 +1,1 @@
+"""Several values of λ or of the sparsity from one calibration."""
