@@ -56,6 +56,7 @@ def test_the_budget_is_used_and_not_exceeded(bits_per_weight):
     assert bits_per_weight < 40 or set(bits.values()) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["wanda", "magnitude", "obc"])
 @pytest.mark.parametrize("bits_per_weight", [3.1, 4.05, 7.0])
 def test_no_solver_exceeds_a_budget(solver, bits_per_weight):
@@ -131,6 +132,7 @@ def test_contradictory_budgets_are_refused(fields, message):
         MoonshotConfig(**{"allocation": "fisher", "bits_per_weight": 4.0, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["target_bytes", "bits_per_weight"])
 def test_a_budget_that_no_choice_meets_is_refused_with_the_least_that_one_does(field):
     little = {"target_bytes": 10, "bits_per_weight": 0.1}[field]

@@ -333,6 +333,7 @@ def test_a_sweep_measures_the_distance_to_the_dense_output(tmp_path):
             assert entry.metric == pytest.approx(sum(found) / len(found), rel=1e-4) and entry.metric > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recover", ["distill", "blockwise"])
 def test_recovery_comes_closer_to_the_dense_output(tmp_path, recover):
     batches = token_batches(samples=24, padded=True)

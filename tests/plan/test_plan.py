@@ -318,6 +318,7 @@ def test_recovery_of_whole_blocks_counts_all_their_parameters():
     assert most(plain, "results") == pruned and most(structured, "results") == every
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
     """At λ = 1 calibration has no backward pass; long sequences, so that activations exceed the weights."""
     shape = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, max_position_embeddings=256)

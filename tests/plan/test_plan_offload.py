@@ -53,6 +53,7 @@ def test_offloading_changes_only_where_weights_and_results_are(name, lam, tmp_pa
     assert "offloaded to files, onloaded block by block" in str(offloaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"lam": 1.0}, {"lam": 0.5}, {"lam": 0.5, "rotation": "learned", "rotation_steps": 2}], ids=str
 )

@@ -138,6 +138,7 @@ SOLVERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SOLVERS, ids=str)
 def test_the_default_dtype_changes_no_solver(changes):
     usual, other = make("llama"), make("llama")
@@ -365,6 +366,7 @@ REPEATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPEATED)
 def test_repeated_runs_keep_no_tensors(name, tmp_path):
     make("llama").save_pretrained(tmp_path)

@@ -46,6 +46,7 @@ def test_every_layer_is_on_the_grid(solver, lam):
     assert "bits per weight" in pruner.report.table()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -85,6 +85,7 @@ def test_structured_pruning_keeps_zeros(first):
     assert any("had before the run remain" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda"])
 @pytest.mark.parametrize("bits_per_weight", [3.0, 4.5])
 def test_a_budget_counts_the_zeros_of_a_model(solver, bits_per_weight):

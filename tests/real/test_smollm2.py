@@ -115,3 +115,19 @@ def test_the_gguf_file_itself_is_pruned_and_saved(folder, tmp_path):
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "quantization_config" not in saved
     assert verify(tmp_path / "saved")
+
+
+def test_it_becomes_smaller(folder, dense_perplexity, tmp_path):
+    """Few samples: the choice of the parts is tested, not its quality."""
+    config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, sequence_length=64)
+    pruner = MoonshotPruner.from_pretrained(folder, config, dtype="float32")
+    before = sum(parameter.numel() for parameter in pruner.model.parameters())
+    report = pruner.shrink(CALIBRATION, parameters=0.9, progress=False)
+    after = sum(parameter.numel() for parameter in pruner.model.parameters())
+    ratio = judged(pruner.model, pruner.tokenizer) / dense_perplexity
+    print(f"{report}\nperplexity {ratio:.2f} times that of the dense model, {dense_perplexity:.2f}")
+    assert 0.88 * before < after <= 0.9 * before and report.parameters == (before, after)
+    assert 1.0 < ratio < 6.0
+    expected = generated(pruner.model, pruner.tokenizer)
+    pruner.save_pretrained(tmp_path / "smaller")
+    assert generated_in_a_fresh_process(tmp_path / "smaller") == expected

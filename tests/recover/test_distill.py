@@ -148,6 +148,7 @@ def test_half_precision_models_have_masters_in_float32(dtype, monkeypatch):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern", [{}, {"pattern": "unstructured", "sparsity": 0.0}])
 def test_quantized_survivors_stay_on_their_grid(pattern, dtype):
@@ -203,6 +204,7 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
     assert not same(other, state(first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"bits": 4, "quant_group": 64}], ids=str)
 @pytest.mark.parametrize("call", [slow(1), 5, slow(8)])
 def test_an_interrupted_run_continues_bit_for_bit(changes, call, tmp_path, monkeypatch):

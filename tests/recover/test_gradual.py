@@ -103,6 +103,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         assert (layer.parameter - expected).norm() < 1e-3 * change, layer.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -265,6 +266,7 @@ def test_a_single_block_is_recovered():
     assert report.recovery[0].loss_after < report.recovery[0].loss_before
 
 
+@pytest.mark.slow
 def test_a_layer_without_inputs_after_recovery_keeps_its_pruned_weight(monkeypatch):
     plain, model = make("llama"), make("llama")
     changes = dict(pattern="unstructured", sparsity=0.7, num_samples=64)
@@ -282,6 +284,7 @@ def test_a_layer_without_inputs_after_recovery_keeps_its_pruned_weight(monkeypat
         assert torch.equal(*zeros) == (other == name)
 
 
+@pytest.mark.slow
 def test_the_partition_does_not_change_the_result(monkeypatch):
     whole, partitioned = make("llama"), make("llama")
     prune(whole)
@@ -291,6 +294,7 @@ def test_the_partition_does_not_change_the_result(monkeypatch):
     assert same(partitioned, state(whole))
 
 
+@pytest.mark.slow
 def test_two_runs_are_bit_identical_and_leave_the_random_state():
     first, second, other = make("llama"), make("llama"), make("llama")
     torch.manual_seed(5)
@@ -302,6 +306,7 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
     assert same(second, state(first)) and not same(other, state(first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "allocation"),
     [

@@ -87,6 +87,7 @@ def test_zeros_of_a_dense_layer_train():
     assert_on_grid(model, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recover", KINDS)
 def test_without_a_gain_the_quantized_weights_are_kept(recover):
     plain, model = make("llama").bfloat16(), make("llama").bfloat16()
@@ -103,6 +104,7 @@ def block_weights(model, index):
     return [layer.matrix for layer in find_structure(model).blocks[index].layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recover", ["gradual", slow("blockwise")])
 def test_an_interrupted_run_resumes_at_its_block(recover, tmp_path, monkeypatch):
     whole, resumed = make("llama").bfloat16(), make("llama").bfloat16()

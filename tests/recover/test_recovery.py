@@ -248,6 +248,7 @@ def test_every_sample_trains_or_is_held_out(samples):
         assert STEP_SAMPLES <= sum(sizes[index] for index in group) < 2 * STEP_SAMPLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recover", ["blockwise", "gradual", "distill"])
 def test_the_batch_size_changes_the_result_by_rounding_only(recover):
     results = []

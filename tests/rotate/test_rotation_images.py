@@ -41,6 +41,7 @@ def error(actual, expected):
     return float((actual - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("name", slow_but(["qwen2_vl"], MORE))
 def test_a_rotated_model_reads_pictures_as_before_and_is_pruned_and_reloaded(name, dtype, tmp_path):

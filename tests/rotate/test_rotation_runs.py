@@ -126,6 +126,7 @@ def test_too_little_device_memory_is_reported(monkeypatch):
     assert same(weights(done.model), dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_a_killed_run_resumes_bit_for_bit(steps, tmp_path, monkeypatch):
     whole = weights(prune().model)

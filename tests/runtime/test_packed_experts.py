@@ -330,6 +330,7 @@ def test_experts_compile_to_one_graph():
         assert torch.allclose(compiled(hidden, index, torch.ones(6, 2)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"ignore": ["experts.down_proj"]}], ids=["all", "one weight is dense"])
 def test_a_model_with_packed_experts_compiles_with_gradients(settings):
     model = mixtral(num_hidden_layers=1)
@@ -347,6 +348,7 @@ def test_a_model_with_packed_experts_compiles_with_gradients(settings):
         assert torch.allclose(gradients[0][name], each, atol=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"ignore": ["experts.down_proj"]}], ids=["all", "one weight is dense"])
 def test_a_model_with_packed_experts_is_exported(settings, tmp_path):
     model = mixtral(num_hidden_layers=1)

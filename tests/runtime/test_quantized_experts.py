@@ -80,6 +80,7 @@ def test_matrices_with_and_without_a_bitmask_are_stacked():
     assert torch.equal(codec.unpack(parts, (12, d_in)), torch.cat(matrices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"pattern": "unstructured", "sparsity": 0.6}, {}], ids=str)
 def test_a_model_with_quantized_experts_compiles_to_one_graph(settings):
     model = mixtral(num_hidden_layers=1).bfloat16()

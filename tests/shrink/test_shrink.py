@@ -80,6 +80,7 @@ def test_the_hidden_size_leaves_where_the_stream_has_directions_to_spare(tmp_pat
     assert PruneReport.load(tmp_path).shrink == report
 
 
+@pytest.mark.slow
 def test_hidden_size_and_other_parts_leave_together():
     pruner, report = shrunk(model=low_rank(), parameters=0.3)
     assert report.hidden_size == (16, 8) and (report.blocks or any(a < b for b, a in report.widths.values()))
@@ -87,6 +88,7 @@ def test_hidden_size_and_other_parts_leave_together():
     assert report.chosen.allowed[0] == "hidden size" and report.chosen.removed["hidden size"] == 8
 
 
+@pytest.mark.slow
 def test_the_hidden_size_is_a_multiple():
     assert shrunk(model=low_rank(), parameters=0.8, hidden_multiple=8)[1].hidden_size == (16, 8)
     pruner, report = shrunk(model=low_rank(), parameters=0.8, hidden_multiple=12)
@@ -141,12 +143,14 @@ def test_the_predicted_latency_is_that_of_the_smaller_model(seconds_by_size):
     assert report.chosen.cost == pytest.approx(report.seconds[1])
 
 
+@pytest.mark.slow
 def test_the_hidden_size_leaves_for_a_latency(seconds_by_size):
     pruner, report = shrunk(model=low_rank(), latency=0.4, batch_shape=(1, 8))
     assert report.hidden_size == (16, 8) and report.seconds[1] <= report.budget == pytest.approx(0.4 * report.dense)
     assert report.seconds == pytest.approx((1e-6 * report.parameters[0], 1e-6 * pruner.model.num_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", slow("qwen2"), slow("gpt2")])
 def test_the_error_of_an_impossible_target_has_the_least_reachable_value(name):
     """Biases of queries, keys and values do not become smaller with the hidden size."""
@@ -161,6 +165,7 @@ def test_the_error_of_an_impossible_target_has_the_least_reachable_value(name):
         shrunk(name, parameters=least - 1)
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_of_the_narrowed_model_is_compared_with_the_dense_one(seconds_by_size, monkeypatch):
     """The latency of a narrowed model may be larger than that of its parts predicted."""
     monkeypatch.setattr(shrink_hidden, "model_latency", lambda *_: 1.0)
@@ -252,6 +257,7 @@ def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.slow
 def test_a_set_of_blocks_that_the_architecture_does_not_allow_is_avoided_with_the_reason(monkeypatch):
     def refuse(*arguments, **options):
         raise MoonshotError("no such configuration")
@@ -297,6 +303,7 @@ def test_the_report_is_a_table_and_json():
     assert f"{report.parameters[1]:,} parameters" in report.table()
 
 
+@pytest.mark.slow
 def test_calibration_by_an_iterator_is_read_twice():
     pruner = MoonshotPruner(make("llama"), CONFIG)
     report = pruner.shrink(iter(BATCHES), parameters=0.7, progress=False)

@@ -81,6 +81,7 @@ def test_experts_alone_leave_as_by_their_pattern(monkeypatch, tmp_path):
     assert f"experts {before} → {after}" in report.line()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recover", [None, slow("blockwise"), "distill"])
 @pytest.mark.parametrize("share", [slow(0.7), 0.45])
 def test_the_budget_is_not_exceeded_with_experts_and_other_parts(share, recover, tmp_path):

@@ -48,6 +48,7 @@ def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one():
     assert not model.training and pruner.model.num_parameters() == report.parameters[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recover", ["blockwise", slow("gradual")])
 def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
     dense, batches = make("llama"), token_batches(64)
@@ -66,6 +67,7 @@ def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
         assert torch.equal(tensor, state(pruner.model)[name]) != name.startswith("model.layers."), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "share", "removed"), [(make("llama"), 0.4, (2,)), slow(low_rank(), 0.3, (0,))])
 def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed):
     plain, decision = shrunk(model=model, parameters=share)
@@ -75,6 +77,7 @@ def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without
     assert first.loss_before == pytest.approx(first_error(model, plain.model, held_out(BATCHES, 1), removed), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_recovery_of_narrowed_blocks_resumes_bit_for_bit(tmp_path, monkeypatch):
     whole, _ = shrunk(config=BLOCKWISE, parameters=0.8)
     interrupt(monkeypatch, Tuner, "finish", 2)
@@ -94,6 +97,7 @@ def test_block_wise_recovery_has_nothing_to_tune_where_blocks_alone_leave(recove
     assert any(note.startswith(f"recover='{recover}' had nothing to tune") for note in pruner.report.notes)
 
 
+@pytest.mark.slow
 def test_a_distillation_without_memory_recovers_narrowed_blocks(monkeypatch):
     plain, _ = shrunk(config=BLOCKWISE, parameters=0.8)
     monkeypatch.setattr(TrainingBytes, "of", lambda *_: TrainingBytes(*[2**50] * 4))

@@ -133,6 +133,7 @@ def test_a_ranking_solver_receives_all_sparsities_of_a_path_together(solver, mon
     assert set(seen) == {3}
 
 
+@pytest.mark.slow
 @RANKING
 def test_a_ranking_solver_solves_a_layer_that_exceeds_the_memory_in_chunks(solver, monkeypatch):
     expected, _ = prune(solver)
