@@ -1,6 +1,7 @@
 """Structure of the package in figures, each beside its aim: compares the code before and after a refactoring.
 
     python benchmarks/structure.py --json structure.json    # below a minute on two idle cores
+    python benchmarks/structure.py --check                  # as `make lint`: no figure above its limit
 
 - Code path of a prune: SparseGPT prunes the demo model to 2:4 on 8 windows, in a process of its own for each λ, so
   that no cache or import of another run shortens it. A function counts once if any thread calls it between the call of
@@ -17,9 +18,14 @@
 - Concerns: files with a matching identifier: `rank`, `ranks` or `Ranks`, the names of processes, and all that contain
   "offload". Comments, docstrings and other strings do not count; the JSON has the count over the whole text too.
 - Sizes: physical lines; a function's from `def` to its last, docstring included.
+- Importers: files that exactly one other file of the package imports.
 - Types: errors of mypy over the whole package with the flags of setup.cfg.
 - Wording: clauses of docstrings and comments by the relative pronoun that begins them, one with a capital at the start
   of a sentence; occurrences of vague names as variables or parameters.
+
+`--check` compares with structure_limits.json, the figures of the last commit that changed them. Where a figure has to
+grow, write the file anew by `--limits`, with the reason in the commit; where one shrinks, write it anew too, so that
+it does not grow back.
 
 Requires Python 3.11, whose code objects have qualified names.
 """
@@ -49,12 +55,15 @@ PACKAGE = ROOT / "optimum_moonshot"
 DEMO = ROOT / "examples" / "demo_model"
 AREAS = ("optimum_moonshot", "tests", "benchmarks")
 LAMBDAS = (1.0, 0.9)  # the second is the default
+CODE_PATH = {1.0: (200, 38), 0.9: (230, 40)}  # λ → functions and files of a prune, at most
+LIMITS = Path(__file__).with_name("structure_limits.json")
 SAMPLES, LENGTH = 8, 256
 LONG = 60  # lines of a function
+MOST_LINES = {"optimum_moonshot": 33_000}
 WORST = 4  # listed in the table
 LISTED = 10  # in the JSON
 # Identifiers of a concern, and the largest number of files that may contain them.
-CONCERNS = {"ranks": (re.compile(r"\branks?\b", re.IGNORECASE), 12), "offload": (re.compile("offload", re.I), None)}
+CONCERNS = {"ranks": (re.compile(r"\branks?\b", re.IGNORECASE), 10), "offload": (re.compile("offload", re.I), 15)}
 VAGUE = ("found", "known", "own", "told")
 
 
@@ -157,10 +166,10 @@ def code_path(lam: float, method: str) -> list[Measure]:
     if not stack:
         print(f"{method} is not called at λ = {lam:g}: give its qualified name as --gram", file=sys.stderr)
     return [
-        Measure(f"functions of a prune, λ = {lam:g}", sum(files.values()), 250, files),
-        Measure(f"files of a prune, λ = {lam:g}", len(files), 38),
-        Measure(f"frames from prune to {method}, λ = {lam:g}", len(stack) or None, 10, stack[::-1]),
-        Measure(f"suspended generators there, λ = {lam:g}", len(suspended) if stack else None, None, suspended),
+        Measure(f"functions of a prune, λ = {lam:g}", sum(files.values()), CODE_PATH[lam][0], files),
+        Measure(f"files of a prune, λ = {lam:g}", len(files), CODE_PATH[lam][1]),
+        Measure(f"frames from prune to {method}, λ = {lam:g}", len(stack) or None, 9, stack[::-1]),
+        Measure(f"suspended generators there, λ = {lam:g}", len(suspended) if stack else None, 6, suspended),
     ]
 
 
@@ -245,12 +254,18 @@ def imports(sources: list[Source]) -> list[Measure]:
     counts = Counter({path: len(running) for path, (running, _) in modules.items()})
     checking = {path: len(checking) for path, (_, checking) in modules.items() if checking}
     worst = dict(counts.most_common(LISTED))
+    importers: dict[Path, set[str]] = {}
+    for path, (running, _) in modules.items():
+        for module in running if path != "optimum_moonshot/__init__.py" else ():
+            importers.setdefault(module, set()).add(path)
+    single = {str(path.relative_to(ROOT)): next(iter(by)) for path, by in importers.items() if len(by) == 1}
     ordered = sorted(counts.values())
     percentile = lambda share: ordered[math.ceil(share * len(ordered)) - 1]  # noqa: E731
     return [
         Measure("imports from the package per file, p50", percentile(0.5), None),
         Measure("imports from the package per file, p90", percentile(0.9), 8),
-        Measure("imports from the package per file, max", ordered[-1], 15, worst),
+        Measure("imports from the package per file, max", ordered[-1], 12, worst),
+        Measure("files with one importer", len(single), 15, single),
         Measure("imports from the package, all files", sum(ordered), None),
         Measure("imports for type checkers alone, all files", sum(checking.values()), None, checking),
     ]
@@ -272,7 +287,7 @@ def sizes(area: str, sources: list[Source]) -> list[Measure]:
     long = Counter({name: count for source in sources for name, count in source.functions().items() if count > LONG})
     return [
         Measure(f"files, {area}", len(sources), None),
-        Measure(f"lines, {area}", lines.total(), None, dict(lines.most_common(LISTED))),
+        Measure(f"lines, {area}", lines.total(), MOST_LINES.get(area), dict(lines.most_common(LISTED))),
         Measure(f"functions above {LONG} lines, {area}", len(long), 0, dict(long.most_common())),
     ]
 
@@ -323,19 +338,39 @@ def measure(method: str, with_mypy: bool) -> list[Measure]:
     return [*measures, mypy_errors(mypy)] if mypy else measures
 
 
+def exceeds(value: int | None, limit: int | None) -> bool:
+    """Whether a figure is above its limit, or cannot be compared with it."""
+    return value is None or limit is None or value > limit
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and where they are from")
     arguments.add_argument(
         "--gram", default="Gram.add", metavar="NAME", help="method that adds a batch to the Gram matrix"
     )
+    arguments.add_argument("--check", action="store_true", help="fail if a figure is above its limit; without types")
+    arguments.add_argument("--limits", action="store_true", help=f"write the figures as the limits, {LIMITS.name}")
     arguments.add_argument("--no-mypy", action="store_true", help="leave out the types")
     arguments.add_argument("--trace", type=float, metavar="LAM", help="print one code path, for internal use")
     options = arguments.parse_args()
     if options.trace is not None:
         print(json.dumps(trace_prune(options.trace, options.gram)))
         return
-    measures = measure(options.gram, not options.no_mypy)
+    limited = options.check or options.limits
+    measures = measure(options.gram, not (options.no_mypy or limited))
+    values = {each.name: each.value for each in measures if each.aim is not None}
+    if options.limits:
+        LIMITS.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.check:
+        limits = json.loads(LIMITS.read_text(encoding="utf-8"))
+        worse = [
+            f"{name}: {value}, limit {limits.get(name)}"
+            for name, value in values.items()
+            if exceeds(value, limits.get(name))
+        ]
+        print(*(worse or ["structure: no figure is above its limit"]), sep="\n")
+        raise SystemExit(bool(worse))
     print("| measure | value | aim | where |\n|---|---|---|---|")
     print(*(each.row() for each in measures), sep="\n")
     if options.json:
