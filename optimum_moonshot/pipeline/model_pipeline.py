@@ -97,7 +97,6 @@ class ModelPipeline:
             prepared.probe,
             selection.needs_gradients,
             None if probe is None else probe.extras,
-            prepared.subject.progress,
         )
         yield from pipeline
         self.notes.append(pipeline.cost)

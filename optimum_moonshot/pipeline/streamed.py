@@ -6,7 +6,6 @@ block's output from the head alone. So every block is onloaded once for the forw
 stages yield the same statistics, bit for bit.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,14 +44,12 @@ class StreamedPipeline(BlockPipeline):
         self.capture_arguments()
         self._capture_from(0)
 
-    def run_from(self, i: int, hidden: Sequence[Tensor], observer: PassObserver) -> None:
-        """Observe an onloaded block as the only one whose inputs differ from the captured ones.
+    def run_from(self, i: int, observer: PassObserver) -> None:
+        """Observe an onloaded block, whose inputs are cached, with the gradients of the blocks behind it.
 
-        `hidden` are its inputs, [B, T, d] for every batch; `capture_arguments` has run.
+        `capture_arguments` has run; the inputs stay in the cache.
         """
         self.lowest = i
-        for index, inputs in enumerate(hidden):
-            self.calls[i][index].hidden = self.storage.put(inputs, f"{self.blocks[i].name}: inputs")
         self._capture_from(i)
         for j in range(self.highest, i, -1):
             stage = BlockStage(self, j)
@@ -65,7 +62,8 @@ class StreamedPipeline(BlockPipeline):
     def _capture_from(self, first: int) -> None:
         """Forward from a block on, and the head."""
         for i in range(first, self.highest if self.gradients else self.lowest):
-            self._forward(i)
+            with self.blocks[i].onloaded():
+                self.forward(i)
         if self.gradients:
             self._outputs()
         for index, batch in enumerate(self.batches):
@@ -94,16 +92,15 @@ class StreamedPipeline(BlockPipeline):
                 handle.remove()
 
     @torch.no_grad()
-    def _forward(self, i: int) -> None:
-        """The inputs of the next block; this one's are kept where its stage will read them."""
-        with self.blocks[i].onloaded():
-            for index in range(len(self.batches)):
-                call, following = self.calls[i][index], self.calls[i + 1][index]
-                output = self._output(i, call)
-                if self.gradients and i >= self.lowest:
-                    following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
-                else:
-                    following.hidden = call.hidden.copy_(output)
+    def forward(self, i: int) -> None:
+        """Compute the inputs of the next block by an onloaded one, whose own are kept if its stage will read them."""
+        for index in range(len(self.batches)):
+            call, following = self.calls[i][index], self.calls[i + 1][index]
+            output = self._output(i, call)
+            if self.gradients and i >= self.lowest:
+                following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
+            else:
+                following.hidden = call.hidden.copy_(output)
         if i < self.lowest:
             self.calls[i] = []
 

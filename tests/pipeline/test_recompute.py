@@ -18,8 +18,9 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pipeline.block_probe import probe_blocks
 from optimum_moonshot.pipeline.block_sequences import is_sequential
-from optimum_moonshot.pipeline.recompute import RecomputePipeline, find_entrance, lent
+from optimum_moonshot.pipeline.recompute import RecomputePipeline, swapped_weights
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
@@ -102,7 +103,8 @@ def test_a_block_with_more_outputs_than_its_hidden_state_is_never_skipped():
     blocks = find_structure(model).blocks
     with frozen(model):
         assert is_sequential(model, blocks, shorten(batches[0]), False, None)
-        assert find_entrance(model, blocks, shorten(batches[0])) is None
+        with pytest.raises(MoonshotError, match="depend on what other blocks compute"):
+            probe_blocks(model, blocks, shorten(batches[0]), False, None)
     passes = check(model, batches, gradients=False)
     assert (passes.forward, passes.whole) == (0, 3)
 
@@ -253,12 +255,12 @@ def test_lent_weights_are_restored_in_every_layout():
         model = make(name)
         layers = tuple(find_structure(model).layers())
         before, addresses = weights(model), [layer.parameter.data_ptr() for layer in layers]
-        with pytest.raises(Boom), lent(layers, masked):
+        with pytest.raises(Boom), swapped_weights(layers, masked):
             assert all(0.3 < (layer.matrix == 0).float().mean() < 0.7 for layer in layers)
             raise Boom
         assert_same(model, before)
         assert addresses == [layer.parameter.data_ptr() for layer in layers]
-        with pytest.raises(RuntimeError), lent(layers, lambda layer: torch.zeros(1, 2)):
+        with pytest.raises(RuntimeError), swapped_weights(layers, lambda layer: torch.zeros(1, 2)):
             pass
         assert_same(model, before)
 
