@@ -143,6 +143,14 @@ class System:
         check_factored(info == 0, "the Gram matrix")
         return torch.cholesky_inverse(factor)
 
+    def _inverse_on(self, columns: Tensor) -> Tensor:
+        """The inverse of the mean H restricted to some columns, bool [d_in], and zeros elsewhere."""
+        lower, info = torch.linalg.cholesky_ex(self.mean[:, columns][:, :, columns])
+        check_factored(info == 0, "the Gram matrix")
+        whole, within = torch.zeros_like(self.mean), columns.nonzero()[:, 0]
+        whole[:, within[:, None], within] = torch.cholesky_inverse(lower)
+        return whole
+
     def solve(
         self, right: Tensor, rho: float, inverse: Tensor, start: Tensor, image: Tensor, steps: int
     ) -> tuple[Tensor, Tensor]:
@@ -162,19 +170,26 @@ class System:
         )
         return solution, right - residual - rho * solution  # H_k x without another product
 
-    def refit(self, sparse: Tensor, keep: Tensor, steps: int) -> Tensor:
+    def refit(self, sparse: Tensor, keep: Tensor, steps: int, columns: Tensor | None = None) -> Tensor:
         """Least squares on `keep`; each row starts from the better of `sparse`, scaled, and the masked dense weight.
 
-        Every one of the at most `steps` conjugate gradients lowers the loss of every row. Returns the weight [d_out,
-        d_in] in the original coordinates.
+        Every one of the at most `steps` conjugate gradients lowers the loss of every row. `columns`, bool [d_in], are
+        those where almost all weights are kept: the inverse of the mean H on them is the preconditioner, with which a
+        row that lacks z of them converges in z + 1 steps at λ = 1. Returns the weight [d_out, d_in] in the original
+        coordinates.
         """
         errors = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
         gradients = torch.stack([self.times(each) for each in errors])  # half the negative gradients
         losses = (errors * gradients).sum(2, keepdim=True)
         better = losses[0] < losses[1]
         start, gradient = (torch.where(better, first, second) for first, second in (errors, gradients))
+        inverse = None if columns is None else self._inverse_on(columns)
         error, _ = conjugate_gradients(
-            lambda vectors: torch.where(keep, self.times(vectors), 0), torch.where(keep, -gradient, 0), start, steps
+            lambda vectors: torch.where(keep, self.times(vectors), 0),
+            torch.where(keep, -gradient, 0),
+            start,
+            steps,
+            lambda residual: residual if inverse is None else torch.where(keep, _product(residual, inverse), 0),
         )
         weight = self.weight - (error / self.scale).float()
         check_factored(weight.isfinite().all())

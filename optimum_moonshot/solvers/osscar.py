@@ -94,11 +94,12 @@ class OSSCAR(Solver):
     def _minimiser(self, objective: Quadratic, support: "Support", ridge: float) -> tuple[Tensor, Tensor]:
         """The weight and `keep`, both [d_out, d_in]."""
         weight, groups = support.minimise(objective)
-        keep = groups.repeat_interleave(support.group).expand_as(weight)
+        columns = groups.repeat_interleave(support.group)
+        keep = columns.expand_as(weight)
         if objective.alive is not None:  # the rows have different inputs
             keep = keep & objective.alive
             system = System(objective, ridge)
-            weight = system.refit(torch.where(keep, weight * system.scale, 0), keep, REFIT_STEPS)
+            weight = system.refit(torch.where(keep, weight * system.scale, 0), keep, REFIT_STEPS, columns)
         return weight, keep
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
