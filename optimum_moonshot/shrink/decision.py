@@ -14,6 +14,7 @@ from .experts import ExpertCount
 from .latency import latency_costs
 from .losses import (
     BLOCKS,
+    MOST_BLOCKS,
     BlockSets,
     WidthLosses,
     WithoutExperts,
@@ -95,13 +96,23 @@ def measure_tables(
         losses.append(expert_losses(trials, *experts, [module for _, module in find_blocks(model)]))
         widths = [*widths, experts[0]]
     refused = dict(refused)
+    parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
+    costs = {"parameters": parameters, "bytes": sizes, "latency": seconds}[target.field]
+    assert costs is not None
     try:
-        sets = block_sets(trials, len(by_block))
+        sets = block_sets(trials, _most_blocks(costs, target))
     except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
         sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
     refused |= trials.refused
-    parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
     return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds)
+
+
+def _most_blocks(costs: Costs, target: Target) -> int:
+    """The number of blocks that reaches a target alone, whichever they are; more would only add to the loss."""
+    excess = costs.dense - target.budget(costs.dense)
+    saved = list(itertools.accumulate(sorted(costs.blocks)))
+    enough = next((count for count, total in enumerate(saved, 1) if total >= excess), len(saved))
+    return min(enough, int(MOST_BLOCKS * len(saved)))
 
 
 def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Decision:

@@ -5,7 +5,8 @@ interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That
 them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; what a
 removed block would have lost in a width is subtracted, by the share of each block, which is measured at one level.
 
-The sets of blocks to measure are those with the least loss by the two objectives (blocks.py), each objective alone.
+The sets of blocks to measure are those with the least loss by the two objectives (blocks.py), each objective alone, up
+to the number of blocks that reaches the target alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +34,10 @@ HIDDEN = "hidden size"
 class Measured(Protocol):
     """A model whose loss can be measured in parts; the measurements are kept for a resumed run."""
 
-    def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
-        """The mean loss on the calibration data while a change is applied; `key` identifies it."""
+    def loss(
+        self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False
+    ) -> float:
+        """The mean loss on the calibration data, or `few` of them, while a change is applied; `key` identifies it."""
 
     def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
         """A context in which some layers have the weights of a trial."""
@@ -75,7 +78,7 @@ def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[Pru
         width: with at least two levels.
         blocks: the layers of every block.
     """
-    dense, members = measured.loss("dense"), [layer for layer, _ in width.members]
+    dense, members = measured.loss("dense", few=True), [layer for layer, _ in width.members]
     levels = trial_levels(width)
     losses = level_losses(measured, width, lambda trial: measured.pruned(trial, members))
     middle = len(TRIALS) // 2
@@ -84,7 +87,7 @@ def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[Pru
         inside = [layer for layer in layers if layer in members]
         key = f"{width.name} without {levels[middle]} in block {index}"
         change = partial(measured.pruned, middle, inside)
-        shares.append(max(0.0, measured.loss(key, change) - dense) if inside else 0.0)
+        shares.append(max(0.0, measured.loss(key, change, few=True) - dense) if inside else 0.0)
     total = sum(shares)
     shares = [each / total for each in shares] if total else [1 / len(blocks)] * len(blocks)
     return WidthLosses(losses, tuple(shares))
@@ -132,21 +135,20 @@ def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float
     return tuple(map(float, inside + slope * (at - x[-1]).clip(min=0)))
 
 
-def block_sets(measured: Measured, count: int) -> BlockSets:
-    """Measure sets of a model's `count` blocks: of each size the candidate with the least loss."""
+def block_sets(measured: Measured, most: int) -> BlockSets:
+    """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples."""
     dense, sets, losses = measured.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
-    for size in range(1, int(MOST_BLOCKS * count) + 1):
-        tried = {blocks: _without(measured, blocks) - dense for blocks in measured.candidates(size)}
-        if not tried:
-            continue
-        best = min(tried, key=lambda blocks: tried[blocks])
-        sets.append(best)
-        losses.append(max(tried[best], losses[-1]))
+
+    def without(blocks: tuple[int, ...], few: bool = False) -> float:
+        return measured.loss(f"without blocks {', '.join(map(str, blocks))}", partial(measured.without, blocks), few)
+
+    for size in range(1, most + 1):
+        candidates = measured.candidates(size)
+        if candidates:
+            best = candidates[0] if len(candidates) == 1 else min(candidates, key=lambda blocks: without(blocks, True))
+            sets.append(best)
+            losses.append(max(without(best) - dense, losses[-1]))
     return BlockSets(tuple(sets), tuple(losses))
-
-
-def _without(measured: Measured, blocks: tuple[int, ...]) -> float:
-    return measured.loss(f"without blocks {', '.join(map(str, blocks))}", partial(measured.without, blocks))
 
 
 def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthLosses], sets: BlockSets) -> Program:

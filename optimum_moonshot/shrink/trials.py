@@ -27,8 +27,9 @@ from .blocks import BlockScores, score_blocks
 from .losses import BLOCKS
 from .widths import TRIALS, Width, trial_levels
 
-# Samples on which losses are measured, spread over the calibration data.
-SAMPLES = 32
+# Samples on which losses are measured, spread over the calibration data; and on which parts are only compared with each
+# other, for which the difference of two losses on the same samples is precise enough.
+SAMPLES, FEW = 16, 4
 
 Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of the variants
 
@@ -73,9 +74,13 @@ class Trials:
         config = prepared.selection.config
         self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
         data = prepared.calibration
-        batches = spread_samples(data.batches, min(SAMPLES, data.num_samples))
-        data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
-        self.measuring = dataclasses.replace(self.prepared, data=data)
+        spread = (spread_samples(data.batches, count) for count in (SAMPLES, FEW))
+        self.measuring, self.comparing = (
+            dataclasses.replace(
+                self.prepared, data=dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
+            )
+            for batches in spread
+        )
         self.blocks = [module for _, module in find_blocks(prepared.model)]
         self.refused = dict[str, str]()  # numbers of blocks that cannot leave, with the reason
         self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
@@ -83,18 +88,21 @@ class Trials:
         parts = run_parts(prepared, prepared.selection)
         kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
         self.measurements = Measurements(kept, parts)
-        remember_outputs(self.measuring)
+        for samples in (self.measuring, self.comparing):
+            remember_outputs(samples)
 
-    def loss(self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None) -> float:
+    def loss(
+        self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False
+    ) -> float:
         def measure() -> float:
             change = nullcontext() if changed is None else changed()
             with change, torch.no_grad(), evaluation_mode(self.prepared.model):
-                loss = mean_loss(self.measuring)
+                loss = mean_loss(self.comparing if few else self.measuring)
             measured = "dense model" if changed is None else f"model, {key},"
             require(math.isfinite(loss), f"the calibration loss of the {measured} is {loss}", hint=NOT_FINITE)
             return loss
 
-        return self.measurements.keep(key, measure)
+        return self.measurements.keep(f"{key}, {FEW} samples" if few else key, measure)
 
     def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
         if not self.variants:
