@@ -119,3 +119,16 @@ def test_one_elimination_serves_every_sparsity(lam, group):
         alone = solver.solve(objective, pattern)
         assert torch.equal(result.keep, alone.keep)
         assert (result.weight - alone.weight).norm() <= 1e-6 * alone.weight.norm()
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+def test_given_zeros_in_removed_columns_change_nothing(lam):
+    weight, gram, gradients = layer(6, 24, 5, seed=9)
+    plain = prune((weight, gram, gradients), lam, 0.25)
+    removed = (~plain.keep[0]).nonzero()[:2, 0]
+    scarce = weight.clone()
+    scarce[:, removed] *= 1e-3  # they go first, with or without zeros
+    with_zeros = scarce.clone()
+    with_zeros[2, removed] = 0
+    first, second = (prune((each, gram, gradients), lam, 0.25) for each in (scarce, with_zeros))
+    assert torch.equal(first.keep, second.keep) and (first.weight - second.weight).norm() <= 1e-3 * weight.norm()
