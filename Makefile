@@ -43,6 +43,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/flake8 optimum_moonshot
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/structure.py --check
 
 # Build the site in site/; open site/index.html.
 docs: .venv/.docs

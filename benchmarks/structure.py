@@ -357,6 +357,9 @@ def main() -> None:
     if options.trace is not None:
         print(json.dumps(trace_prune(options.trace, options.gram)))
         return
+    if options.check and sys.version_info < (3, 11):
+        print("structure: not checked, since it requires Python 3.11")
+        return
     limited = options.check or options.limits
     measures = measure(options.gram, not (options.no_mypy or limited))
     values = {each.name: each.value for each in measures if each.aim is not None}

@@ -8,8 +8,7 @@ import gc
 import re
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -84,10 +83,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextmanager
-def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
+def preserved_random_state(device: torch.device | None = None) -> AbstractContextManager[None]:
     """Restore torch's random state on exit: of the CPU, and of `device`, or of every GPU if the process uses any."""
     used = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    gpus = used if device is None else [device] if is_gpu(device) else []
-    with torch.random.fork_rng(devices=gpus):
-        yield
+    return torch.random.fork_rng(devices=used if device is None else [device] if is_gpu(device) else [])

@@ -5,7 +5,7 @@ the last one restores them.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from .devices import preserved_random_state
 
 _LOCK = threading.Lock()
-_SHARED: dict[Any, tuple[int, ExitStack]] = {}  # contexts that several threads are in, and how many are
+_SHARED: dict[Any, tuple[int, ExitStack]] = {}  # changes that several threads share, and how many are inside
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def usual_settings() -> Iterator[None]:
     """
     autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     with ExitStack() as stack:
-        stack.enter_context(shared(usual_settings, lambda: [_float32_by_default(), preserved_random_state()]))
+        stack.enter_context(Shared(usual_settings, _process_settings))
         for kind in autocast:
             stack.callback(torch.clear_autocast_cache)  # it may have copies of weights that have changed
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -35,33 +35,36 @@ def usual_settings() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def shared(key: Any, contexts: Callable[[], Iterable[AbstractContextManager[None]]]) -> Iterator[None]:
-    """Contexts that the first of several threads enters and the last one leaves, with one `key` in all of them."""
-    with _LOCK:
-        inside, stack = _SHARED.get(key) or (0, ExitStack())
-        if not inside:
-            with ExitStack() as entering:
-                for each in contexts():
-                    entering.enter_context(each)
-                stack = entering.pop_all()
-        _SHARED[key] = inside + 1, stack
-    try:
-        yield
-    finally:
+def _process_settings(stack: ExitStack) -> None:
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float32)
+    stack.enter_context(preserved_random_state())
+
+
+class Shared(AbstractContextManager[None]):
+    """Changes that the first of several threads makes and the last one undoes, with one `key` in all of them.
+
+    Args:
+        key: of the changes.
+        make: makes them, and leaves what undoes them on the stack.
+    """
+
+    def __init__(self, key: Any, make: Callable[[ExitStack], None]):
+        self.key, self.make = key, make
+
+    def __enter__(self) -> None:
         with _LOCK:
-            inside, stack = _SHARED.pop(key)
+            inside, stack = _SHARED.get(self.key) or (0, ExitStack())
+            if not inside:
+                with ExitStack() as entering:
+                    self.make(entering)
+                    stack = entering.pop_all()
+            _SHARED[self.key] = inside + 1, stack
+
+    def __exit__(self, *exception: object) -> None:
+        with _LOCK:
+            inside, stack = _SHARED.pop(self.key)
             if inside > 1:
-                _SHARED[key] = inside - 1, stack
+                _SHARED[self.key] = inside - 1, stack
             else:
                 stack.close()
-
-
-@contextmanager
-def _float32_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

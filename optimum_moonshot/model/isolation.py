@@ -5,14 +5,15 @@ compiled graphs.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ..errors import require
-from ..torch_settings import shared, usual_settings
+from ..torch_settings import Shared, usual_settings
 from .calls import CALL, calling, model_device
 
 # Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
@@ -29,7 +30,7 @@ def isolated(model: nn.Module) -> Iterator[nn.Module]:
         MoonshotError: as `uncompiled`.
     """
     model = uncompiled(model)
-    with usual_settings(), shared(model, lambda: _without_wrappers(model)):
+    with usual_settings(), Shared(model, partial(_leave_out_wrappers, model)):
         yield model
 
 
@@ -66,14 +67,14 @@ def differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
             setattr(config, _ATTENTION, "flex_attention")
 
 
-def _without_wrappers(model: nn.Module) -> Iterator[AbstractContextManager[None]]:
-    """Contexts in which the modules of a model call their own forward."""
+def _leave_out_wrappers(model: nn.Module, stack: ExitStack) -> None:
+    """Let the modules of a model call their own forward, until the stack is closed."""
     for module in model.modules():
         for attribute in ("forward", CALL):
             wrapped = vars(module).get(attribute)
             original = _unwrapped(wrapped, module)
             if original is not wrapped:
-                yield calling(module, original, attribute)
+                stack.enter_context(calling(module, original, attribute))
 
 
 def _unwrapped(call: Any, module: nn.Module) -> Any:
