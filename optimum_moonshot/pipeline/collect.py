@@ -107,7 +107,7 @@ class StatisticsTask(PartitionedTask, Task[Statistics]):
             return collected.take(layer)
 
         if layer.separate:
-            self.notes.append(f"{layer.name}: its experts solved in {count} parts, for the sake of memory")
+            self.notes.append(f"{layer.name}: its experts solved in {count} parts to save memory")
             return CollectedExperts(layer, part.slices, some_experts, spec.samples, spec.diagonal)
-        self.notes.append(f"{layer.name}: solved in {count} chunks of rows, for the sake of memory")
+        self.notes.append(f"{layer.name}: solved in {count} row chunks to save memory")
         return CollectedRows(layer, part.slices, some_rows)

@@ -46,7 +46,7 @@ def load_self(
         MoonshotError: a model that does not write from left to right, prompts that cannot be used, or no BOS token.
     """
     config, name = selection.config, type(model).__name__
-    message = f"{name} writes no text from left to right: give data instead"
+    message = f"{name} is not a causal language model: give data instead"
     require(writes(model), message, field="calibration", value="self")
     length = window_length(config.sequence_length, max_positions(model))
     beginnings = source.beginnings(tokenizer, _bos(model, tokenizer), length)
@@ -92,9 +92,9 @@ def _kept(folder: RunFolder, parts: Parts, write: Callable[[], Tensor], notes: l
     try:
         for _, report, tensors in folder.saved(SAMPLES) if same else ():
             if report is not None:
-                notes.append("the samples that the model wrote were taken over from an interrupted run")
+                notes.append("the generated samples were reused from an interrupted run")
                 return tensors["input_ids"]
-            notes.append("damaged samples of an interrupted run were thrown away and written again")
+            notes.append("damaged samples of an interrupted run were discarded and generated again")
         ids = write()
         folder.save(SAMPLES, "self", {"input_ids": ids}, {})
         return ids

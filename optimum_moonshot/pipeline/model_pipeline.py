@@ -75,7 +75,7 @@ class ModelPipeline:
             if others:
                 cost = f"{full.passes} passes of the whole model, with all its activations in memory"
                 self.notes.append(
-                    f"blocks that are no chain: {len(sequences.non_sequential)}; their layers took {cost}"
+                    f"{len(sequences.non_sequential)} blocks are not sequential; their layers took {cost}"
                 )
 
     def _without_data(self) -> Iterator[Stage]:

@@ -101,14 +101,14 @@ class ResultStore:
             self._recovered(BlockReport.from_dict(values), weights, parameters, path)
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
-            self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
+            self.notes.append(f"{len(self.reports)} layers{blocks} were reused from an interrupted run")
         for _, values, tensors in folder.saved(ROTATION):
             damaged += values is None
             if values is not None:
                 self.rotation, steps = (tensors, values), len(values["history"]) - 1
-                self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
+                self.notes.append(f"{steps} steps of the rotation were reused from an interrupted run")
         if damaged:
-            self.notes.append(f"{damaged} damaged results of an interrupted run were thrown away and made again")
+            self.notes.append(f"{damaged} damaged results of an interrupted run were discarded and recomputed")
 
     def __contains__(self, layer: PrunableLayer) -> bool:
         return layer.name in self.reports

@@ -81,7 +81,7 @@ def build_spec(
         sequences = footprint.sequences(blocks)
         hint = Text("without {} they can be pruned, and planned", "offload")
         single = offloaded is None or (len(sequences[0]) == 1 and not sequences[1])
-        require(single, "plan: the model's layers are no chain", hint=hint)
+        require(single, "plan: the model's blocks are not sequential", hint=hint)
     run = RunSpec(
         selection=selection,
         sequential=tuple(sequences[0]),

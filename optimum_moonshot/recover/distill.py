@@ -174,7 +174,7 @@ class Distillation:
         if state is None:
             state = self._started()
         else:
-            self.variant.notes.append(f"{state.step} steps of the distillation were taken over from an interrupted run")
+            self.variant.notes.append(f"{state.step} steps of the distillation were reused from an interrupted run")
         every, shown = max(1, self.total // EVALUATIONS), self.prepared.subject.progress
         with progress_bar(total=self.total, initial=state.step, desc="distilling", unit="step", shown=shown) as bar:
             for index in islice(self._order(), state.step, self.total):

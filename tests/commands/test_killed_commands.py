@@ -93,7 +93,7 @@ def test_a_kill_while_saving_loses_no_results(capsys, tmp_path):
         assert not (tmp_path / f"{moment}.partial").exists()
         notes = json.loads((tmp_path / moment / "moonshot_report.json").read_text())["notes"]
         # The results are deleted once the model is saved.
-        assert any("14 layers were taken over" in note for note in notes) == (moment != "moved")
+        assert any("14 layers were reused" in note for note in notes) == (moment != "moved")
     status, lines = failure(capsys, *command("prune", tmp_path / "moved", *PRUNE))  # it is complete now
     assert status == 2 and "--overwrite" in lines[-1]
 
@@ -133,7 +133,7 @@ def test_a_recovery_killed_midway_resumes_at_its_block(tmp_path):
     main(argv)
     main(command("prune", tmp_path / "whole", *options))
     reports = [json.loads((tmp_path / name / "moonshot_report.json").read_text()) for name in ("out", "whole")]
-    assert any("14 layers, 1 recovered blocks were taken over" in note for note in reports[0]["notes"])
+    assert any("14 layers, 1 recovered blocks were reused" in note for note in reports[0]["notes"])
     blocks = [[{**block, "seconds": 0} for block in report["recovery"]] for report in reports]
     assert blocks[0] == blocks[1] and len(blocks[0]) == 2
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
@@ -273,7 +273,7 @@ def test_a_full_disk_loses_nothing(capsys, tmp_path, monkeypatch, more):
     monkeypatch.undo()
     main(argv)
     printed = capsys.readouterr().out
-    assert "intermediate_size 704 → 528" in printed and "8 layers were taken over" in printed
+    assert "intermediate_size 704 → 528" in printed and "8 layers were reused" in printed
     assert ("perplexity" in printed) == bool(more)
     assert not (tmp_path / "out.partial").exists()
 

@@ -34,7 +34,7 @@ UNDER_CALIBRATED = "experts, some starved"
 OF_MEMORY = {
     "rounds": None,
     "memories that differ": None,
-    "chunks of rows": "chunks of rows, for the sake of memory",
+    "chunks of rows": "row chunks to save memory",
     "experts in parts": "its experts solved in",
 }
 
@@ -108,7 +108,7 @@ def test_more_processes_resume_the_run_of_fewer(done):
     resumed, kept = done[4, 0]["resumed"], done[2, 0]["files"]
     assert 14 <= len(kept) < 21  # two blocks of three, and the layers of the last one that the first process solved
     notes = resumed["said"]["notes"]
-    assert notes[0] == f"{len(kept)} layers were taken over from an interrupted run"
+    assert notes[0] == f"{len(kept)} layers were reused from an interrupted run"
     for rank in range(1, 4):
         assert_same(done[4, rank]["resumed"], resumed)
     assert_alike(resumed, done[1, 0]["six samples"])

@@ -32,7 +32,7 @@ from optimum_moonshot.pipeline.spec import StatisticsSpec, solving_cost
 from optimum_moonshot.solvers import make_solver
 
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
-MEMORY = "chunks of rows, for the sake of memory"
+MEMORY = "row chunks to save memory"
 # Expressions that match the layers without row shards.
 WHOLE = {
     "convolutions": "grouped|depthwise",
@@ -124,7 +124,7 @@ def test_a_failure_ends_all_processes_with_one_message(done):
 @pytest.mark.slow
 def test_more_processes_resume_the_run_of_fewer(done):
     resumed = done[3, 0]["resumed"]
-    assert resumed["said"]["notes"][0] == "7 layers were taken over from an interrupted run"
+    assert resumed["said"]["notes"][0] == "7 layers were reused from an interrupted run"
     for rank in (1, 2):
         assert_same(done[3, rank]["resumed"], resumed)
     assert_alike(resumed, done[1, 0]["six samples"])

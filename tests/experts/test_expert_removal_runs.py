@@ -176,7 +176,7 @@ def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
         patch.setattr(MixtureSums, "result", lambda self: mixtures.append(self.mixture.name) or original(self))
         pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     assert len(mixtures) == 3 and mixtures[0] != mixtures[2] and removed(pruner) == expected and same(model, plain)
-    assert "1 layers were taken over from an interrupted run" in pruner.report.notes
+    assert "1 layers were reused from an interrupted run" in pruner.report.notes
     pruner.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "run").exists()
 

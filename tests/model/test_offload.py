@@ -140,7 +140,7 @@ def test_a_run_resumes_and_saves_after_its_files_are_removed(llama, tmp_path, mo
             offloaded(llama).prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     pruner = offloaded(llama)
     report = pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
-    assert any("9 layers were taken over" in note for note in report.notes)
+    assert any("9 layers were reused" in note for note in report.notes)
     for name in ("first", "second"):  # the first save deletes the results
         pruner.save_pretrained(tmp_path / name)
         assert_equal(tmp_path / name, tmp_path / "memory")

@@ -169,7 +169,7 @@ def test_a_killed_run_resumes_after_it(monkeypatch, tmp_path):
             prune(resume_dir=tmp_path / "run")
     out_of_memory_at(monkeypatch, PLACES["backward"], {2})
     pruned, report = prune(resume_dir=tmp_path / "run")
-    assert report.notes[0] == "9 layers were taken over from an interrupted run" and memory_notes(report)
+    assert report.notes[0] == "9 layers were reused from an interrupted run" and memory_notes(report)
     assert_same_masks(pruned, undisturbed("sparsegpt"))
 
 

@@ -50,7 +50,7 @@ def test_a_smaller_budget_from_the_start_gives_the_same_bits(monkeypatch):
         out_of_memory_at(patch, PLACES["gradients"], {0, 1, 2, 3})
         pruned, report = prune(**settings("cap"))
     assert any("rows or experts gathered at once halved" in note for note in memory_notes(report))
-    assert any("chunks of rows, for the sake of memory" in note for note in report.notes)
+    assert any("row chunks to save memory" in note for note in report.notes)
     shrunk = instances[0]
 
     def smaller(self, *args):

@@ -100,7 +100,7 @@ def test_a_killed_run_resumes_at_its_first_unsolved_layer(tmp_path, monkeypatch)
     pruner = MoonshotPruner(resumed, config())
     report = pruner.prune(token_batches(), progress=False, resume_dir=folder)
     assert solve.calls == 11 + 21 - 10
-    assert any("10 layers were taken over" in note for note in report.notes)
+    assert any("10 layers were reused" in note for note in report.notes)
     assert_same(resumed, weights(whole))
     assert len(list(folder.glob("layers/*.safetensors"))) == 21
     pruner.save_pretrained(tmp_path / "saved")

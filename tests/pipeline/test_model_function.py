@@ -13,7 +13,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.approximate import approximate, same_text
 from optimum_moonshot.model.losses import labels_of
 
-TAKEN_OVER = "21 layers were taken over from an interrupted run"
+TAKEN_OVER = "21 layers were reused from an interrupted run"
 SET_ASIDE = "an unfinished run was set aside until this one is done: the model's function differs in "
 
 
@@ -55,7 +55,7 @@ def prune(folder, model=None, attributes=1, lam=0.5, **functions):
 def test_a_run_resumes_only_with_the_same_function(first, second, differs, tmp_path):
     one, _ = prune(tmp_path / "run", **first)
     other, notes = prune(tmp_path / "run", **second)
-    assert SET_ASIDE + differs in notes and not any("taken over" in note for note in notes)
+    assert SET_ASIDE + differs in notes and not any("reused" in note for note in notes)
     assert_same(other.model, weights(prune(None, **second)[0].model))
     again, notes = prune(tmp_path / "run", **first)
     assert any(TAKEN_OVER in note for note in notes)
@@ -117,7 +117,7 @@ def test_a_model_writes_its_samples_again_after_its_function_changed(tmp_path):
         pruner = MoonshotPruner(model, MoonshotConfig(sparsity=0.5, num_samples=4, sequence_length=12, batch_size=2))
         return pruner.prune("self", progress=False, resume_dir=tmp_path / "run").notes
 
-    taken_over = "the samples that the model wrote were taken over from an interrupted run"
+    taken_over = "the generated samples were reused from an interrupted run"
     run(1)
     assert taken_over in run(1)
     assert taken_over not in run(3)

@@ -121,7 +121,7 @@ def test_a_run_resumes_with_another_batch_size(tmp_path, padded):
     first.prune([together], progress=False, resume_dir=tmp_path / "run")
     again = pruner(batch_size=1)
     report = again.prune(texts if padded else [together], progress=False, resume_dir=tmp_path / "run")
-    assert any("21 layers were taken over" in note for note in report.notes)
+    assert any("21 layers were reused" in note for note in report.notes)
     assert_same(again.model, weights(first.model))
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_result_is_recomputed(tmp_path):
     files[3].write_bytes(content)
     repaired = prune(tmp_path / "run")
     assert any("1 damaged results" in note for note in repaired.report.notes)
-    assert any("20 layers were taken over" in note for note in repaired.report.notes)
+    assert any("20 layers were reused" in note for note in repaired.report.notes)
     assert_same(repaired.model, expected)
 
 
@@ -232,7 +232,7 @@ def test_a_failed_save_keeps_the_results(tmp_path, monkeypatch):
     with pytest.raises(MoonshotError, match="file"):
         finished.save_pretrained(tmp_path / "file")
     again = prune(folder)
-    assert any("21 layers were taken over" in note for note in again.report.notes)
+    assert any("21 layers were reused" in note for note in again.report.notes)
     again.save_pretrained(tmp_path / "saved")
     assert not folder.exists()
 
@@ -245,9 +245,9 @@ def test_a_run_does_not_resume_after_a_weight_outside_of_its_layers_changed(weig
     changed.model.get_parameter(weight).data.mul_(1.01)
     report = changed.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     note = f"an unfinished run was set aside until this one is done: the model differs in {weight}"
-    assert note in report.notes and not any("taken over" in each for each in report.notes)
+    assert note in report.notes and not any("reused" in each for each in report.notes)
     again = prune(tmp_path / "run")  # with the first weights: all results are still there
-    assert any("21 layers were taken over" in each for each in again.report.notes)
+    assert any("21 layers were reused" in each for each in again.report.notes)
     assert_same(again.model, weights(first.model))
     again.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "run").exists()

@@ -177,13 +177,13 @@ def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, row
     monkeypatch.setattr(gathering, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], rows))
     pruned = prune(name, solver, lam, pattern, **targets)
     assert_same(pruned, expected)
-    assert any("chunks of rows" in note for note in pruned[1].notes)
+    assert any("row chunks" in note for note in pruned[1].notes)
 
 
 def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks(tmp_path):
     expected = prune("vit", "obc", 0.5, 0.6)
     pruned = prune("vit", "obc", 0.5, 0.6, max_memory=100_000, offload_dir=str(tmp_path))
-    assert any("chunks of rows" in note for note in pruned[1].notes)
+    assert any("row chunks" in note for note in pruned[1].notes)
     assert_same(pruned, expected)
 
 

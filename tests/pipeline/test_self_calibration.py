@@ -191,10 +191,10 @@ def test_bad_values_are_errors_of_the_constructor(options, message):
 
 def test_models_and_prompts_unfit_for_generation_are_refused_before_any_work(tokenizer, tmp_path):
     for name in ("bert", "vit"):
-        with pytest.raises(MoonshotError, match=r"calibration='self': .* writes no text from left to right"):
+        with pytest.raises(MoonshotError, match=r"calibration='self': .* is not a causal language model"):
             prune(make(name), resume_dir=tmp_path / "run", sequence_length=None)
         assert not (tmp_path / "run").exists()
-    with pytest.raises(MoonshotError, match="calibration='self': Sequential writes no text"):
+    with pytest.raises(MoonshotError, match="calibration='self': Sequential is not a causal language model"):
         MoonshotPruner(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)]), config()).prune("self")
     model = make("llama")
     model.generation_config.bos_token_id = model.config.bos_token_id = None
@@ -277,8 +277,8 @@ def test_a_resumed_run_reuses_its_samples(tmp_path, monkeypatch, written):
     monkeypatch.setattr(self_samples, "write_samples", None)
     pruner = MoonshotPruner(resumed, config())
     report = pruner.prune("self", progress=False, resume_dir=tmp_path / "run")
-    assert "the samples that the model wrote were taken over from an interrupted run" in report.notes
-    assert any("3 layers were taken over" in note for note in report.notes)
+    assert "the generated samples were reused from an interrupted run" in report.notes
+    assert any("3 layers were reused" in note for note in report.notes)
     assert same(resumed, weights(whole)) and report.calibration == full.calibration
     assert torch.equal(ids(written[0]), ids(written[-1]))
     pruner.save_pretrained(tmp_path / "out")
@@ -309,7 +309,7 @@ def test_other_settings_and_damaged_samples_are_generated_again(tmp_path, writte
     again = make("llama")
     again.model.layers[0].mlp.up_proj.weight.data *= 2
     report = prune(again, SelfCalibration(temperature=0.5), resume_dir=folder, seed=1)
-    assert "damaged samples of an interrupted run were thrown away and written again" in report.notes
+    assert "damaged samples of an interrupted run were discarded and generated again" in report.notes
     assert torch.equal(ids(written[-1]), ids(written[-2]))
 
 
@@ -372,7 +372,7 @@ def test_the_command_resumes_after_a_kill(tmp_path, monkeypatch, capsys):
     main(argv)
     report = PruneReport.load(tmp_path / "out")
     assert report.calibration["source"] == "self (temperature 0.9, from prompts of prompts.txt)"
-    assert "the samples that the model wrote were taken over from an interrupted run" in report.notes
+    assert "the generated samples were reused from an interrupted run" in report.notes
     assert {path.name for path in tmp_path.iterdir()} == {"out", "prompts.txt"}
 
 

@@ -165,7 +165,7 @@ def test_plan_and_run_have_the_same_partition(solver, monkeypatch, tmp_path):
     assert partitions == planned_partitions
     assert {block.rounds for block in plan.blocks} == {len(rounds) for rounds in planned_partitions}
     split_layers = {name for block in plan.blocks for name in block.parts}
-    assert len(split_layers) == sum("chunks of rows" in note for note in report.notes)
+    assert len(split_layers) == sum("row chunks" in note for note in report.notes)
 
 
 def test_a_plan_has_no_side_effects(tmp_path, monkeypatch):

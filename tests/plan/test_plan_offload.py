@@ -121,7 +121,7 @@ def test_an_unsupported_plan_is_an_error(tmp_path):
     sizes = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=2, num_heads=4, **EDGE)
     hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path / "t5")
     batches = [{**batch, "labels": batch["input_ids"]} for batch in token_batches()]
-    with pytest.raises(MoonshotError, match="no chain"):
+    with pytest.raises(MoonshotError, match="not sequential"):
         opened(tmp_path / "t5", num_samples=6, lam=1.0).plan(batches)
 
 

@@ -131,5 +131,5 @@ def test_a_resumed_run_has_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "prune_layer", original)
     resumed = MoonshotPruner(make("llama"), config(**QUANTIZED))
     report = resumed.prune(token_batches(), resume_dir=tmp_path / "run", progress=False)
-    assert any("taken over" in note for note in report.notes)
+    assert any("reused" in note for note in report.notes)
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))

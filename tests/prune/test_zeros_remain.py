@@ -132,7 +132,7 @@ def test_rows_that_are_solved_in_chunks_keep_zeros(changes, monkeypatch):
     before = zeros(model)
     report = prune(model, **changes).report
     assert_remain(model, before)
-    assert any("chunks of rows" in note for note in report.notes)
+    assert any("row chunks" in note for note in report.notes)
     for layer, other in zip(find_structure(model).layers(), find_structure(one).layers(), strict=True):
         torch.testing.assert_close(layer.matrix, other.matrix, rtol=1e-4, atol=1e-6)
 

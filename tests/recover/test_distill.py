@@ -220,7 +220,7 @@ def test_an_interrupted_run_continues_bit_for_bit(changes, call, tmp_path, monke
     taken = (call - 1) // 3 * 3
     report = prune(resumed, resume_dir=tmp_path / "run", **changes)
     assert len(calls) == call + 12 - taken
-    note = f"{taken} steps of the distillation were taken over from an interrupted run"
+    note = f"{taken} steps of the distillation were reused from an interrupted run"
     assert (note in report.notes) == (taken > 0)
     assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
 

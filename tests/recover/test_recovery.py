@@ -170,7 +170,7 @@ def test_an_interrupted_run_resumes_at_its_block(block, tmp_path, monkeypatch):
     assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == block
     report = prune(resumed, lam=0.9, resume_dir=folder)
     assert len(calls) == 1 + 3
-    assert any(f"21 layers, {block} recovered blocks were taken over" in note for note in report.notes)
+    assert any(f"21 layers, {block} recovered blocks were reused" in note for note in report.notes)
     assert same(resumed, state(whole))
     assert without_seconds(report) == without_seconds(full)
 

@@ -153,7 +153,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(kind, tmp_path, monkeypatch):
         prune(resumed, token_batches(64), **settings, resume_dir=tmp_path / "run")
     assert same(resumed, before)
     report = prune(resumed, token_batches(64), **settings, resume_dir=tmp_path / "run")
-    assert any("1 recovered blocks were taken over" in note for note in report.notes)
+    assert any("1 recovered blocks were reused" in note for note in report.notes)
     assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
 
 

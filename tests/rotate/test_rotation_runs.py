@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_bit_for_bit(steps, tmp_path, monkeypatch):
     again = pruner()
     again.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     assert same(weights(again.model), whole)
-    assert any(f"{steps - 1} steps of the rotation were taken over" in note for note in again.report.notes)
+    assert any(f"{steps - 1} steps of the rotation were reused" in note for note in again.report.notes)
     again.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "run").exists()
 

@@ -84,7 +84,7 @@ def test_a_recovery_of_narrowed_blocks_resumes_bit_for_bit(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         shrunk(config=BLOCKWISE, parameters=0.8, resume_dir=tmp_path)
     pruner, _ = shrunk(config=BLOCKWISE, parameters=0.8, resume_dir=tmp_path)
-    assert any("1 recovered blocks were taken over" in note for note in pruner.report.notes)
+    assert any("1 recovered blocks were reused" in note for note in pruner.report.notes)
     assert same(pruner.model, state(whole.model))
     assert without_seconds(pruner.report) == without_seconds(whole.report)
 

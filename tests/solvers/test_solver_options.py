@@ -112,7 +112,7 @@ def test_files_store_the_hyperparameters_and_load_without_the_solver(toy, tmp_pa
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({"power": 1.0, "spare": 1, "largest": False}, "3 layers were taken over from an interrupted run"),
+        ({"power": 1.0, "spare": 1, "largest": False}, "3 layers were reused from an interrupted run"),
         ({"spare": 2}, 'set aside until this one is done: the configuration differs in solver_options["spare"]'),
     ],
 )

@@ -62,7 +62,7 @@ KINDS = (*COMMANDS, WIDTH, *SAVES)
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 IN_A_ROW = 4
 LONGEST = 120  # seconds; no command takes as long
-ABOUT_KILLS = re.compile(r"taken over from an interrupted run|were thrown away and made again")
+ABOUT_KILLS = re.compile(r"reused from an interrupted run|were discarded and recomputed")
 REFUSED = re.compile("another command writes there|it is not empty")
 MEETINGS = [
     ("prune", "prune"), ("prune", "recover"), ("prune", "distill"), ("sweep", "sweep"), ("prune", "convert to packed"),
