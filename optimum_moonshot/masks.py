@@ -105,7 +105,7 @@ def find_pruned(
 def dense_pruned(
     model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()
 ) -> list[PrunableLayer]:
-    """As `find_pruned`, also none of them, without the layers that are packed in memory."""
+    """Like `find_pruned`, but possibly none, and without the layers that are packed in memory."""
     layers = _selected_layers(model, targets, ignore)
     return [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
 
@@ -229,7 +229,7 @@ def clear(tensor: Tensor, keep: Tensor) -> None:
 
 
 def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:
-    """As `follows`, for a layer, which may be sharded."""
+    """Like `follows`, but for a layer, which may be sharded."""
     return follows(layer.as_matrix(_whole(layer.parameter)), pattern)
 
 

@@ -225,7 +225,7 @@ class DiagonalQuadratic:
         limit: SliceLimit | None = None,
         alive: Tensor | None = None,
     ) -> DiagonalQuadratic:
-        """As `Quadratic.build`, from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
+        """Build it from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples, limit))
@@ -290,7 +290,7 @@ def _diagonal_terms(
     samples: int,
     limit: SliceLimit | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_terms`, for the differences of weights [d_out, d_in] from `dense` (or 0), by slices of rows."""
+    """Like `_terms`, but for the differences of weights [d_out, d_in] from `dense` (or 0), by slices of rows."""
     d_out, d_in = weights[0].shape
     losses = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
     for rows in row_slices(slice(0, d_out), LOSS_BYTES * d_in, losses.device, limit):

@@ -23,7 +23,7 @@ def split_range(start: int, stop: int, width: int) -> list[slice]:
 
 
 def row_slices(rows: slice, bytes_per_row: int, device: torch.device, limit: SliceLimit | None = None) -> list[slice]:
-    """As `slices_within`, with intermediates that fit `CPU_BYTES` or `GPU_BYTES`."""
+    """Like `slices_within`, but with intermediates that fit `CPU_BYTES` or `GPU_BYTES`."""
     return slices_within(rows, bytes_per_row, slice_bytes(device), limit)
 
 

@@ -173,7 +173,7 @@ class Backoff:
 
     @contextmanager
     def passing(self, observer: Hooks, merge: Callable[[Any, Ranks], None] = merge_statistics) -> Iterator[Hooks]:
-        """As `together`, a pass over the data under an observer's hooks; `merge` then adds those of all processes."""
+        """Like `together`, under an observer's hooks; `merge` then adds the statistics of all processes."""
         with self.together(), observer:
             yield observer
         if self.processes > 1:
@@ -297,7 +297,7 @@ class Backoff:
         self.release()
 
     def _sliced(self, where: str, work: Callable[[], Value]) -> tuple[Value | None, str | None]:
-        """As `_attempted`, with smaller and smaller slices while that can help and no collective has taken place."""
+        """Like `_attempted`, but with smaller and smaller slices while that helps and no collective has taken place."""
         while True:
             barriers, self.limit.largest = self.ranks.barriers_passed, 0
             value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
@@ -313,7 +313,7 @@ class Backoff:
     def _attempted(
         self, work: Callable[[], Value], but: type[Exception] | tuple[()] = ()
     ) -> tuple[Value | None, str | None]:
-        """Its value, or the device's message; the error, and all that its traceback refers to, is freed then."""
+        """The value of some work, or the device's message; the error and what its traceback refers to are freed."""
         try:
             return work(), None
         except Exception as error:

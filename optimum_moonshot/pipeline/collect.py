@@ -60,10 +60,10 @@ class Collected:
 
 
 class StatisticsTask(PartitionedTask, Task[Statistics]):
-    """As `PartitionedTask`; it collects the statistics by passes over the data."""
+    """A `PartitionedTask` that collects the statistics by passes over the data."""
 
     def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Statistics | None]]:
-        """As `Task.collect`; of a layer in slices, an object that collects them.
+        """Like `Task.collect`, but a layer in slices has an object that collects them.
 
         Raises:
             MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.

@@ -107,7 +107,7 @@ class ModelPipeline:
         return FullModelPipeline(prepared.model, blocks, prepared.batches, selection.needs_gradients, loss, layers)
 
     def _bar(self, pipeline: BlockPipeline) -> Iterator[BlockStage]:
-        """Its stages, the first of which follows a pass under a bar."""
+        """The stages of a pipeline; a bar shows the pass before the first one."""
         self.losses = self.losses or pipeline.losses
         total, shown = len(self.prepared.batches), self.prepared.subject.progress
         stages = iter(pipeline)

@@ -136,7 +136,7 @@ def assign(costs: Sequence[float], processes: int) -> list[int]:
 
 
 def divide(costs: Sequence[float], parts: Sequence[float | None], processes: int) -> list[int | None]:
-    """As `assign`, where all processes (None) share the most expensive tasks, no more of them than balance requires.
+    """Like `assign`, but all processes (None) share the most expensive tasks, no more of them than balance requires.
 
     `parts` has the cost for each process where all share a task; None where they cannot.
     """

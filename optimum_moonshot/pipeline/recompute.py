@@ -57,7 +57,7 @@ class _RecomputeStage(BlockStage):
         self.recompute, self.leads_on = recompute, leads_on
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        """As `BlockStage.observe`; a dense block never advances, and the blocks behind it give the gradients."""
+        """Like `BlockStage.observe`, but without advancing; the gradients come from the dense blocks behind it."""
         recompute, blocks, index = self.recompute, self.pipeline, self.index
         assert observer is not None and isinstance(blocks, StreamedPipeline)
         if not observer.gradients:

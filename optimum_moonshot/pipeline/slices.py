@@ -64,7 +64,7 @@ class SlicedRows(ABC):
         return weight.to(self.layer.parameter.dtype), losses
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
-        """As `solve_matrix`, by a solver that ranks removals, or that attempts one damping after the other."""
+        """Like `solve_matrix`, by a solver that ranks removals, or that attempts one damping after the other."""
         scales = self.begin(lam, column_block)
         competing = [self.all_rows(pattern) for pattern in patterns]
         if not solver.ranks_removals:  # it solves by rows: the others solve whole matrices
@@ -132,7 +132,7 @@ class CollectedRows(SlicedRows):
     scales: Quadratic | None = None
 
     def statistics(self, column_block: int | None) -> LayerStatistics:
-        """Those of the whole layer, without gradients; the totals come with the first slice."""
+        """The statistics of the whole layer without gradients; the totals come with the first slice."""
         size = column_block or self.layer.shape[1]
         if size not in self.whole:
             self.whole[size] = dataclasses.replace(self._collect(0, size), gradients=None)
@@ -147,7 +147,7 @@ class CollectedRows(SlicedRows):
         return statistics
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
-        """As `SlicedRows.solve`; at λ = 1 there are no gradients, and all rows are solved at once."""
+        """Like `SlicedRows.solve`, but at λ = 1 there are no gradients, and all rows are solved at once."""
         if lam < 1:
             return super().solve(solver, patterns, lam, column_block)
         return solve_matrix(solver, self.layer, self.layer.matrix, patterns, self.statistics(column_block), lam)
@@ -284,7 +284,7 @@ class CollectedExperts:
     diagonal: bool
 
     def groups(self, count: int) -> Iterator[LayerStatistics]:
-        """Those of each expert alone, as `LayerStatistics.groups`."""
+        """The statistics of each expert, like `LayerStatistics.groups`."""
         for part in self.slices:
             experts = dataclasses.replace(self.layer, span=(part.start, part.stop))
             statistics = self.collect(experts)
@@ -312,7 +312,7 @@ class ShardedExperts:
         )
 
     def groups(self, count: int) -> Iterator[LayerStatistics | None]:
-        """As `LayerStatistics.groups`; None for the experts of other processes."""
+        """Like `LayerStatistics.groups`, but None for the experts of other processes."""
         yield from [None] * self.shard.start
         yield from self.statistics.groups(len(self.shard)) if self.shard else ()
         yield from [None] * (count - self.shard.stop)

@@ -35,14 +35,14 @@ class RowStatistics(Protocol):
     """Statistics of a matrix by slices of its rows; see slices.py."""
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
-        """As `solve_matrix`; `column_block` is the inputs of a column block of the solver's quadratic, None all."""
+        """Like `solve_matrix`; `column_block` is the number of inputs of a block of the quadratic, None for all."""
 
 
 class ExpertStatistics(Protocol):
     """Statistics of experts, by slices; see slices.py."""
 
     def groups(self, count: int) -> Iterator[LayerStatistics | None]:
-        """Those of each expert alone, of E in all; None for an expert of another process."""
+        """The statistics of each of the E experts; None for an expert of another process."""
 
 
 Statistics = LayerStatistics | RowStatistics | ExpertStatistics
@@ -64,7 +64,7 @@ def solve_layer(
 def _solve_experts(
     solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
 ) -> list[SolvedLayer]:
-    """As `solve_layer`, where every group of rows is a separate matrix: an expert.
+    """Like `solve_layer`, but every group of rows is a separate matrix: an expert.
 
     The weights of all experts are in the layer's dtype; the solver works on one expert at a time.
     """

@@ -37,7 +37,7 @@ class StatisticsSpec:
 
     @classmethod
     def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
-        """Those of a selection's layers, with λ and the solver of the selection."""
+        """The statistics of a selection's layers, with its λ and solver."""
         lams, config = {layer.name: selection.lam_of(layer) for layer in selection.layers}, selection.config
         experts = config.expert_tokens, config.under_calibrated_experts
         return cls(selection.solver, patterns, lams, samples, *experts)
@@ -114,7 +114,7 @@ class StatisticsSpec:
         return able and layer.groups == 1 and d_out * d_in >= LEAST_SHARDED
 
     def cost(self, layer: PrunableLayer, processes: int = 1) -> float:
-        """As `solving_cost`."""
+        """The `solving_cost` of a layer with its own patterns and samples."""
         samples = self.samples if self.needs_gradients(layer) else 0
         return solving_cost(self.solver, layer, self.patterns[layer.name], samples, processes)
 

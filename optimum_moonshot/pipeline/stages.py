@@ -51,13 +51,13 @@ class PassObserver(Protocol):
         """The statistics of gradients, by layer; empty where no backward pass is needed."""
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """As `Observer.begin`: a batch of `count` samples, the first of which has the number `first`.
+        """Announce a batch of `count` samples, the first of which has the number `first`.
 
         The mask, bool [B, T], is True where a token counts; None where all do.
         """
 
     def end(self) -> None:
-        """As `Observer.end`."""
+        """Add the gradients of the batch."""
 
 
 class PipelineStage(Protocol):
@@ -155,7 +155,7 @@ class BlockStage:
         self.leads_on = index > pipeline.lowest if pipeline.gradients else index < pipeline.highest
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        """As `Stage.observe`; without an observer the data pass unobserved."""
+        """Like `Stage.observe`, but without an observer the data pass unobserved."""
         pipeline, first, advance = self.pipeline, 0, advance and self.leads_on
         device = next(self.module.parameters()).device
         for index, batch in enumerate(pipeline.batches):

@@ -239,7 +239,7 @@ class ResultStore:
         return decode_spilled(name, parts, read, (rows, columns))
 
     def pop(self, layer: PrunableLayer | NamedParameter) -> Tensor:
-        """As `weight`, and release it from memory."""
+        """Return the weight of a layer, and release it from memory."""
         load = self.loader(layer.name)
         self.weights.pop(layer.name, None)
         return load()

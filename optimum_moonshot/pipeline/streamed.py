@@ -31,7 +31,7 @@ from .stages import BlockPipeline, BlockStage, PassObserver
 
 @dataclass(eq=False)
 class StreamedPipeline(BlockPipeline):
-    """As `BlockPipeline`, of all blocks of a model; progress is that of the last part of the capture."""
+    """A `BlockPipeline` of all blocks of a model; `progress` counts the last part of the capture."""
 
     extras: Extras = field(kw_only=True)  # of `probe_blocks`
 

@@ -70,7 +70,7 @@ class Variant:
         field: str,
         spilling: bool = False,
     ) -> "Variant":
-        """As `open_store`; the selection differs from the prepared one in λ, pattern and sparsity at most."""
+        """A variant with the store of `open_store`; its selection has another λ, pattern or sparsity at most."""
         store = open_store(prepared, selection, folder, field, spilling)
         return cls(prepared.model, selection, store, prepared.notes)
 

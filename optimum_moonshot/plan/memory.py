@@ -178,7 +178,7 @@ class CountedTask(PartitionedTask):
         return layer.name not in self.done
 
     def partition(self, stage: Stage) -> list[Part]:
-        """As the run's; records the visits."""
+        """Partition a stage like the run, and record the visit."""
         assert isinstance(stage, CountedStage)
         parts = super().partition(stage)
         if self.whole and parts:

@@ -106,7 +106,7 @@ class Plan:
         return {place: self.peak(place).total(place) for place in self.places}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Convert the plan to JSON types."""
         return {**dataclasses.asdict(self), "peaks": self.peaks, "fits": self.fits}
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -102,7 +102,7 @@ class BlockScores:
     def select_allowed(
         self, count: int, lam: float, kinds: Collection[Collection[int]], allowed: Callable[[tuple[int, ...]], bool]
     ) -> tuple[int, ...] | None:
-        """As `select`, of the sets that a model can lose; None if no such set is found.
+        """Like `select`, but only of the sets that a model can lose; None if no such set is found.
 
         Where it cannot lose a set, one block at least stays of a kind of which the set has all.
 
@@ -156,7 +156,7 @@ class _Scoring:
         return not any(layer in block.layers for block in self.blocks if block.name in self.sums)
 
     def skip(self, layer: PrunableLayer) -> None:
-        """Its block has no score if no data reach it, which `scores` refuses."""
+        """Nothing: `scores` refuses a block without a score, which no data reach."""
 
     def visit(self, stage: Stage) -> None:
         names = {layer.name for layer in stage.layers}

@@ -46,7 +46,7 @@ class WidthReduction:
     parameters: tuple[int, int]  # before and after
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Convert to JSON types."""
         config = {name: list(change) for name, change in self.config.items()}
         return {**vars(self), "hidden_size": [*self.hidden_size], "config": config, "parameters": [*self.parameters]}
 
@@ -220,7 +220,7 @@ LAM = 0.5
 def narrow_model(
     subject: Subject, config: MoonshotConfig, hidden_size: int, calibration: Any
 ) -> tuple[PreTrainedModel, WidthReduction]:
-    """As `MoonshotPruner.reduce_width`.
+    """Implement `MoonshotPruner.reduce_width`.
 
     Raises:
         MoonshotError: bad data, or as `reduce_width`; the model is unchanged.

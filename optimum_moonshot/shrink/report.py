@@ -85,7 +85,7 @@ class ShrinkReport:
         return {**target, **parts, "predicted_loss": self.chosen.loss}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types; `from_dict` is its inverse."""
+        """Convert the report to JSON types; `from_dict` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod

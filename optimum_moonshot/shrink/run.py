@@ -35,7 +35,7 @@ def shrink_model(
     resume_dir: str | os.PathLike[str] | None,
     hidden_multiple: int | None = None,
 ) -> tuple[PreTrainedModel, PruneReport, Discard]:
-    """As `MoonshotPruner.shrink`: a new, smaller model, with its report; the subject's model is unchanged.
+    """Like `MoonshotPruner.shrink`, but return a new, smaller model with its report; the subject's model is unchanged.
 
     Raises:
         MoonshotError: a target that cannot be reached, a configuration or model that does not fit, or bad data.

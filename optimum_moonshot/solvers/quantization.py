@@ -95,7 +95,7 @@ class ColumnRounding:
         self.scale = torch.zeros(shape, dtype=grid.dtype, device=weight.device) if scale is None else scale
 
     def part(self, rows: slice) -> "ColumnRounding":
-        """Those of some rows, in the same memory."""
+        """The part of some rows, in the same memory."""
         return ColumnRounding(self.grid, self.scale[rows], self.scale[rows])
 
     def begin_group(self, weight: Tensor, columns: slice, keep: Tensor, pivots: Tensor) -> None:
@@ -202,7 +202,7 @@ class _Descent:
             self.products += projected
 
     def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
-        """As `_change_codes`, for few columns, with contiguous copies of them as rows."""
+        """Like `_change_codes`, but for few columns, with contiguous copies of them as rows."""
         matrices = inner.ndim == 3
         # Clones: the transposed row of a single one is contiguous already.
         values, slopes = (each.T.clone(memory_format=_ROWS) for each in (self.values[:, columns], gradient))
