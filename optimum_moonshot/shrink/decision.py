@@ -10,14 +10,13 @@ from transformers import PreTrainedModel
 from ..errors import MoonshotError
 from ..model.layers import PrunableLayer, find_blocks, find_structure
 from .costs import Costs, shape_costs
-from .experts import ExpertCount
+from .experts import ExpertCount, WithoutExperts
 from .latency import latency_costs
 from .losses import (
     BLOCKS,
     MOST_BLOCKS,
     BlockSets,
     WidthLosses,
-    WithoutExperts,
     block_sets,
     build_program,
     expert_losses,
