@@ -90,7 +90,9 @@ class Options:
         more="A list of regular expressions, as for `targets`.",
         experts="removes equally many experts of every layer",
     )
-    group_size: int = option(1, "neurons that are removed together, with --pattern structured", least=1)
+    group_size: int = option(
+        1, "neurons that are removed together, with --pattern structured", more="Heads are removed whole.", least=1
+    )
     quant_group: int = option(128, "consecutive inputs that share a scale with --bits", more="A multiple of 64.")
 
     solver: str = option(
@@ -196,7 +198,9 @@ class Options:
         more="The rest is stored in host memory. The run uses less after an out-of-memory error.",
         metavar="SIZE",
     )
-    offload_dir: str | None = option(None, "folder for caches that exceed the host memory", metavar="DIR")
+    offload_dir: str | None = option(
+        None, "folder for caches that exceed the host memory", more="Its files are removed at the end.", metavar="DIR"
+    )
 
     solver_options: Mapping[str, Any] = option(
         dataclasses.MISSING,
@@ -239,7 +243,9 @@ class Options:
         choices=("fisher", "equal"),
     )
     rotation_steps: int = option(100, "maximum steps of --rotation", more="With early stopping.", least=1)
-    rotation_lr: float = option(0.02, "initial learning rate of --rotation, in radians", above=0, below=1)
+    rotation_lr: float = option(
+        0.02, "initial learning rate of --rotation, in radians", more="With cosine decay to 0.", above=0, below=1
+    )
     rotation_rows: int | None = option(
         None, "rows of each matrix that --rotation uses (all); fewer are faster", least=1
     )
@@ -248,7 +254,7 @@ class Options:
     alpha_tau: float = option(
         0.1,
         "AlphaPruning: sparsities in proportion to 1 ± TAU",
-        more="0.05 for Llama-3.2-1B.",
+        more="The paper's value for Llama-3.2-3B; 0.05 for the 1B.",
         metavar="TAU",
         least=0,
         below=1,
@@ -260,8 +266,9 @@ OPTIONS: dict[str, Field] = {field.name: field for field in dataclasses.fields(O
 SHARED_OPTIONS = tuple(name for name, field in OPTIONS.items() if "shared" in field.metadata)
 GROUPS: dict[str, list[Field]] = {}
 for _field in OPTIONS.values():
-    _title = _field.metadata.get("group") or list(GROUPS)[-1]
-    GROUPS.setdefault(_title, []).append(_field)
+    if "group" in _field.metadata:
+        _members = GROUPS[_field.metadata["group"]] = []
+    _members.append(_field)
 
 # budget → (unstructured, n:m): fields beside pattern and sparsity, by the measurements of `benchmarks/beyond.py`
 # (docs/measured.md). Gradual recovery selects weights again by the reconstruction error alone, which would discard a

@@ -1,4 +1,4 @@
-"""The options of a method, one for each field of `MoonshotConfig`, and of its calibration data."""
+"""The options of a method, derived from the fields of `MoonshotConfig` in options.py, and of its calibration data."""
 
 import argparse
 import json
