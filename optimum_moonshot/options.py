@@ -299,8 +299,6 @@ def within(value: float, bounds: Mapping[str, Any]) -> bool:
 
 def limits(bounds: Mapping[str, Any]) -> str:
     """The bounds of a declaration in words, such as "above 0 and at most 1"."""
-    if "least" in bounds and "most" in bounds:
-        return f"from {bounds['least']:g} to {bounds['most']:g}"
     return " and ".join(f"{words} {bounds[name]:g}" for name, (words, _) in _BOUNDS.items() if name in bounds)
 
 
@@ -321,9 +319,10 @@ def check_values(options: Options) -> None:
             check_whole(name, value, declared["least"])
         elif kind is float:
             check_number(name, value)
-            bounds = limits(declared)
-            valid = not bounds or (math.isfinite(value) and within(value, declared))
-            require(valid, f"give a number {bounds}", field=name, value=value)
+            closed = "least" in declared and "most" in declared
+            words = f"from {declared['least']:g} to {declared['most']:g}" if closed else limits(declared)
+            valid = not words or (math.isfinite(value) and within(value, declared))
+            require(valid, f"give a number {words}", field=name, value=value)
 
 
 def documented(cls: C) -> C:

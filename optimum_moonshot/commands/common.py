@@ -157,9 +157,10 @@ def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "tor
     """Load the model of a command, on the device except for the layers that `--offload` keeps offloaded."""
     from .. import MoonshotPruner
 
-    placement = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    placement: dict[str, Any] = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    options: dict[str, Any] = {"dtype": args.dtype, **placement, **remote_code(args)}
     with loading(args.model):
-        pruner = MoonshotPruner.from_pretrained(args.model, config, dtype=args.dtype, **placement, **remote_code(args))
+        pruner = MoonshotPruner.from_pretrained(args.model, config, **options)
     if not placement:
         pruner.model.to(device)
     return pruner
