@@ -32,7 +32,7 @@ from scale import SHAPES as LLAMAS
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, devices
 from optimum_moonshot.distributed import ranks
-from optimum_moonshot.recipes import recipe
+from optimum_moonshot.options import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = devices.default_device()
@@ -357,7 +357,7 @@ def pieces() -> dict[str, Piece]:
         "kernels-torch": Piece(semi_structured),
         "13b-2:4-0.9-whole": run("13b", nm, 0.9),
         "tests-all": Piece(partial(tests, ["-m", "not slow"], few)),
-        "1b-one-shot": Piece(partial(language, "1b", recipe("2:4", "one-shot", {}), None)),
+        "1b-one-shot": Piece(partial(language, "1b", {"pattern": "2:4", **RECIPES["one-shot"][1]}, None)),
         "3b-0.5-0.9": run("3b", half, 0.9),
         "3b-0.5-1": run("3b", half, 1.0),
         "13b-0.5-0.9": run("13b", half, 0.9, DEPTHS),

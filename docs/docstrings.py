@@ -1,22 +1,24 @@
 """Griffe extension for docstring conventions of this package.
 
 An entry such as "loss, forward: as for `prune`" becomes one row per argument. Attributes documented by a comment, on
-their line or above, become an `Attributes:` section of the class. The arguments of `MoonshotConfig` become one table
-per group of the command line's help.
+their line or above, become an `Attributes:` section of the class. The arguments of `MoonshotConfig`, which are derived
+from the declarations of its fields, become one table per group of the command line's help.
 """
 
+import dataclasses
+import inspect
 import re
 from functools import cache
 from pathlib import Path
 
 import griffe
 
-from optimum_moonshot.commands.method_options import GROUPS
+from optimum_moonshot import MoonshotConfig
+from optimum_moonshot.options import OPTIONS
 
 SECTION = re.compile(r"^(?P<indent> *)Args:\n(?P<body>(?:(?P=indent) +.*\n|\n)+)", re.MULTILINE)
 SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=indent) +.*)*)", re.MULTILINE)
-
-ENTRY = re.compile(r"^(?P<indent> +)(?P<name>\w+): .*\n(?:(?P=indent) +.*\n)*", re.MULTILINE)
+GROUP = re.compile(r"^(?:Args:\n)? {4}\[(\w+)\]$", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
@@ -26,25 +28,22 @@ class Docstrings(griffe.Extension):
         """Griffe's hook, called for every object of the package."""
         if obj.docstring is None:
             return
-        text = SECTION.sub(_section, obj.docstring.value + "\n").rstrip()
         if obj.path == "optimum_moonshot.config.MoonshotConfig":
-            text = grouped(text)
-        elif obj.is_class and not SECTION.search(text + "\n"):
+            obj.docstring.value = grouped(inspect.getdoc(MoonshotConfig))
+            for parameter in obj.members["__init__"].parameters:
+                if parameter.name in OPTIONS:  # griffe has the declaration
+                    default = OPTIONS[parameter.name].default
+                    parameter.default = "{}" if default is dataclasses.MISSING else repr(default)
+            return
+        text = SECTION.sub(_section, obj.docstring.value + "\n").rstrip()
+        if obj.is_class and not SECTION.search(text + "\n"):
             text += _attributes(obj)
         obj.docstring.value = text
 
 
 def grouped(docstring: str) -> str:
-    """Divide the `Args:` of `MoonshotConfig` into one section per group.
-
-    Raises:
-        KeyError: an argument of a group has no entry.
-    """
-    section = SECTION.search(docstring + "\n")
-    assert section is not None
-    entries = {match["name"]: match[0] for match in ENTRY.finditer(section["body"])}
-    parts = [f"Args: {title}\n" + "".join(entries[name] for name in names) for title, names in GROUPS.items()]
-    return (docstring + "\n").replace(section[0], "\n".join(parts) + "\n").rstrip()
+    """Divide the `Args:` of `MoonshotConfig` into one section per group."""
+    return GROUP.sub(r"\nArgs: \1", docstring)
 
 
 def _attributes(cls: griffe.Object) -> str:

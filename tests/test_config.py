@@ -14,6 +14,7 @@ import torch
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
+from optimum_moonshot.options import OPTIONS
 from optimum_moonshot.solvers import base, solver_class, solver_names
 from optimum_moonshot.solvers.base import make_solver, solver_options
 from optimum_moonshot.solvers.wanda import Wanda
@@ -70,6 +71,14 @@ def usual(solver, **more):
 def test_every_field_has_bad_values():
     fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
     assert set(BAD) == fields - {"calibration"}  # any object; load_calibration validates it
+
+
+def test_declarations_have_no_unknown_entries():
+    known = {
+        *("help", "more", "group", "metavar", "choices", "shared", "experts"),
+        *("least", "most", "above", "below"),
+    }
+    assert not [name for name, field in OPTIONS.items() if set(field.metadata) - known]
 
 
 class Unprintable:

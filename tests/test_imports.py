@@ -11,10 +11,9 @@ PACKAGE = Path(optimum_moonshot.__file__).parent
 # A package imports only from lower floors, and from itself.
 FLOORS = (
     ("approximate", "version", "errors", "devices"),
-    ("files", "progress", "mapped", "torch_settings"),
+    ("files", "progress", "mapped", "torch_settings", "options"),
     ("objective", "distributed"),
-    ("solvers", "recipes"),
-    ("config_checks",),
+    ("solvers",),
     ("config",),
     ("kernels",),
     ("functional", "packing", "data"),

@@ -4,12 +4,7 @@ import pytest
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.commands import method_options
-from optimum_moonshot.recipes import BUDGETS
-
-
-def test_the_command_line_has_all_recipes():
-    assert method_options.BUDGETS == BUDGETS
+from optimum_moonshot.options import RECIPES
 
 
 def test_the_papers_recipe_is_the_default_configuration():
@@ -27,7 +22,7 @@ def test_settings_of_each_recipe():
     assert MoonshotConfig.recipe("2:4", "recovered").recover == "blockwise"
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", RECIPES)
 def test_every_recipe_allocates_a_mixture_of_n_m(budget):
     config = MoonshotConfig.recipe("n:4", budget, sparsity=0.5)
     assert (config.pattern, config.sparsity, config.allocation) == ("n:4", 0.5, "fisher")

@@ -137,14 +137,15 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and Path(name).is_file()
 
 
-def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Call a loader, of a model or a part of it, with ``dtype`` and, if the user requests it, ``trust_remote_code``."""
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Turn every error inside into a `MoonshotError` with the name of the model that is loaded."""
     try:
-        return loader(dtype=args.dtype, **remote_code(args))
+        yield
     except MoonshotError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, … for a wrong model
-        raise MoonshotError(f"{args.model}: cannot be loaded ({reason(error)})") from error
+        raise MoonshotError(f"{model}: cannot be loaded ({reason(error)})") from error
 
 
 def remote_code(args: argparse.Namespace) -> dict[str, bool]:
@@ -156,8 +157,10 @@ def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "tor
     """Load the model of a command, on the device except for the layers that `--offload` keeps offloaded."""
     from .. import MoonshotPruner
 
-    placement = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **placement, **kwargs), args)
+    placement: dict[str, Any] = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    options: dict[str, Any] = {"dtype": args.dtype, **placement, **remote_code(args)}
+    with loading(args.model):
+        pruner = MoonshotPruner.from_pretrained(args.model, config, **options)
     if not placement:
         pruner.model.to(device)
     return pruner
@@ -213,9 +216,9 @@ def make_metric(
         references = {} if dense is None else dense
 
         def agreement(data: str) -> Agreement:
-            pooling = next((each.pooling for each in references.values()), None)
-            found = embeddings(model, data, tokenizer, processor, pooling=pooling, **options)
-            return found.agreement(references.setdefault(data, found))
+            pooling = next((reference.pooling for reference in references.values()), None)
+            embedded = embeddings(model, data, tokenizer, processor, pooling=pooling, **options)
+            return embedded.agreement(references.setdefault(data, embedded))
 
         return Metric("cosine", ".4f", agreement)
     if takes_images(model):

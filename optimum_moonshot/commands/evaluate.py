@@ -15,7 +15,7 @@ from .common import (
     check_data,
     expect,
     find_device,
-    load,
+    loading,
     make_metric,
     remote_code,
     usage_errors,
@@ -91,18 +91,29 @@ def evaluate(args: argparse.Namespace) -> None:
     _check_options(args)
     from ..evaluation.report import EvalReport
 
-    references = {option: _reference(args, option) for option in ("baseline", "dense")}
-    tasks = _tasks(args, list(references.values()))
+    baseline, dense = (_reference(args, option) for option in ("baseline", "dense"))
+    tasks = _tasks(args, (baseline, dense))
     dense_embeddings = _dense_embeddings(args, device)
     model, tokenizer, processor = _load_for_evaluation(args, device)
     message = Text("zero-shot tasks are for language models; use {}", "dataset")
     expect(not tasks or processor is None, message, field="tasks")
-    for option, reference in references.items():
-        _check_windows(args, option, reference, model, tokenizer)
+    _check_windows(args, "baseline", baseline, model, tokenizer)
+    _check_windows(args, "dense", dense, model, tokenizer)
     model.to(device).eval()
-    baseline, dense = references.values()
     report = EvalReport(args.model)
-    for result in _results(args, model, tokenizer, processor, tasks, dense_embeddings):
+
+    def results() -> Iterator[Any]:
+        if args.dataset:
+            sizes = (args.sequence_length, args.batch_size, args.limit)
+            metric = make_metric(model, tokenizer, processor, *sizes, args.bos, dense_embeddings)
+            yield from map(metric.measure, args.dataset)
+        if tasks:
+            from ..evaluation.zeroshot import zero_shot
+
+            options = {"batch_size": args.batch_size, "num_fewshot": args.num_fewshot, "limit": args.limit}
+            yield zero_shot(model, tokenizer, tasks, progress=True, **options)
+
+    for result in results():
         report.add(result)
         if not args.json:
             print(*_lines(result, baseline), sep="\n", flush=True)
@@ -184,7 +195,7 @@ def _check_windows(args: argparse.Namespace, option: str, reference: Any, model:
         expect(other == bos, message, field=option, value=getattr(args, option), hint=switch)
 
 
-def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
+def _tasks(args: argparse.Namespace, references: "tuple[EvalReport | None, ...]") -> Any:
     """Find the zero-shot tasks, and check that they exist and are comparable with those of the references."""
     if not args.tasks:
         return None
@@ -209,21 +220,6 @@ def _dense_embeddings(args: argparse.Namespace, device: "torch.device") -> "dict
         for dataset in args.dataset:
             metric.measure(dataset)
     return dense
-
-
-def _results(
-    args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any, dense: "dict[str, Embeddings]"
-) -> Iterator[Any]:
-    """Yield one result after another."""
-    from ..evaluation.zeroshot import zero_shot
-
-    if args.dataset:
-        sizes = (args.sequence_length, args.batch_size, args.limit)
-        metric = make_metric(model, tokenizer, processor, *sizes, args.bos, dense)
-        yield from map(metric.measure, args.dataset)
-    if tasks:
-        options = {"batch_size": args.batch_size, "num_fewshot": args.num_fewshot, "limit": args.limit}
-        yield zero_shot(model, tokenizer, tasks, progress=True, **options)
 
 
 def _lines(result: Any, baseline: Any) -> list[str]:
@@ -253,9 +249,10 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord
 
-    name, shared = load(lambda dtype, **_: find_checkpoint(args.model, {"dtype": dtype, **remote_code(args)}), args)
-    dtype = shared.pop("dtype")
-    config = load(lambda **_: load_config(name, **shared), args)
+    with loading(args.model):
+        name, shared = find_checkpoint(args.model, {"dtype": args.dtype, **remote_code(args)})
+        dtype = shared.pop("dtype")
+        config = load_config(name, **shared)
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
     if has_head(cls):
@@ -271,7 +268,8 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
         message = f"{args.model} is not pruned; leave the option out"
         expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)
         loader = partial(load_pruned, runtime=args.runtime, device_map=device)
-    model = load(lambda **_: loader(name, dtype=dtype, **shared), args)
+    with loading(args.model):
+        model = loader(name, dtype=dtype, **shared)
     if images:
         return model, None, load_processor(model, name, **shared)
     return model, load_tokenizer(name, **shared), None

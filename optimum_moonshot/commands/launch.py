@@ -45,9 +45,13 @@ def guard(
         status, message = 2 if isinstance(error, UsageError) else 1, one_line(error, option_formatter(args, plurals))
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
-        failure = _failure(message)
-    if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
+    if _several():  # the others end too, and one of them prints the errors of all
+        from ..distributed.ranks import leave
+
+        messages = leave(MoonshotError(message))
+        message = "" if messages is None else "".join(messages)
+    if message:
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -67,7 +71,7 @@ def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str]
         elif name == "model" or name not in (*CONFIG_OPTIONS, *options):
             return str(option)
         text = flag(plurals.get(name, name)) + bracket + key
-        without_value = any(value is each for each in (UNSET, None, True))
+        without_value = value is UNSET or value is None or value is True
         return text if without_value else f"{text} {_argument(value)}"
 
     return format_option
@@ -131,13 +135,3 @@ def _join(device: str | None, shared: bool) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     except (RuntimeError, ValueError, OSError) as error:
         raise MoonshotError(f"{count} processes: they cannot connect ({reason(error)})") from error
-
-
-def _failure(message: str) -> str | None:
-    """Report the failure of this process to the others; returns the line to print, None if another one prints it."""
-    if not _several():
-        return message
-    from ..distributed.ranks import leave
-
-    parts = leave(MoonshotError(message))
-    return None if parts is None else "".join(parts)

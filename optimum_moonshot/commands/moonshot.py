@@ -32,8 +32,8 @@ from .common import (
     find_device,
     import_modules,
     is_gguf,
-    load,
     load_pruner,
+    loading,
     pruner_metric,
     remote_code,
 )
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import MoonshotConfig
+    from ..plan.report import Plan
     from ..pruner import MoonshotPruner
     from ..reports.prune_report import PruneReport
 
@@ -101,7 +102,7 @@ def prune(args: argparse.Namespace) -> None:
         print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
-def _plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device", calibration: Any) -> Any:
+def _plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device", calibration: Any) -> "Plan":
     from .. import MoonshotPruner
 
     check_source(args.model)
@@ -110,7 +111,8 @@ def _plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.dev
     if is_gguf(args.model) or any(any(Path(args.model).glob(pattern)) for pattern in patterns):
         return load_pruner(args, config, device).plan(calibration, **options)
     options |= {"dtype": args.dtype, "offload": args.offload, **remote_code(args)}
-    return load(lambda **_: MoonshotPruner.plan_for(args.model, config, **options), args)
+    with loading(args.model):
+        return MoonshotPruner.plan_for(args.model, config, **options)
 
 
 def _prune(
@@ -165,8 +167,8 @@ def convert(args: argparse.Namespace) -> None:
         output.begin()
         convert_checkpoint(folder, args.output, args.format, **remote_code(args))
         output.finish()
-    files = (Path(each).glob("*.safetensors") for each in (folder, args.output))
-    before, after = (sum(path.stat().st_size for path in paths) / 2**20 for paths in files)
+    folders = (Path(folder), Path(args.output))
+    before, after = (sum(path.stat().st_size for path in saved.glob("*.safetensors")) / 2**20 for saved in folders)
     print(f"weights     {before:.1f} → {after:.1f} MiB\nsaved       {args.output}")
 
 

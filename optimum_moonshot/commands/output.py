@@ -83,10 +83,6 @@ class Output:
     def _expect(self, condition: bool, message: str | Text) -> None:
         expect(condition, message, field="output", value=self.args.output)
 
-    def _check_empty(self) -> None:
-        if not self.args.overwrite and self.path.is_dir() and not self._begun():
-            self._expect(not _filled(self.path), Text("it is not empty; {} writes there anyway", "overwrite"))
-
     def _begun(self) -> bool:
         """Whether the same command was writing here when it was interrupted."""
         with contextlib.suppress(MoonshotError, OSError):
@@ -109,7 +105,9 @@ class Output:
                 self._lock(lock)
                 usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
                 self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
-                self._check_empty()  # with the lock: another command may have written before
+                # With the lock: another command may have written before.
+                usable = self.args.overwrite or not self.path.is_dir() or self._begun() or not _filled(self.path)
+                self._expect(usable, Text("it is not empty; {} writes there anyway", "overwrite"))
                 if not self._begun():
                     self._record(writing=False)
                 try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import MAX_INT, MoonshotError, Option, Text, require
 from ..objective.linalg import MAX_DAMPING
+from ..options import kind_of, limits, within
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
 KINDS = (bool, int, float, str)
@@ -63,7 +64,7 @@ def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
         option = copy.copy(field)  # a copy: the class needs the field unchanged, and its type may be a string
         option.type, option.metadata = hints[field.name], types.MappingProxyType({"help": "", **field.metadata})
         name = f"{cls.__name__}.{field.name}"
-        require(_kind(option)[0] in KINDS, f"{name} has the type {option.type}", hint=usage)
+        require(kind_of(option)[0] in KINDS, f"{name} has the type {option.type}", hint=usage)
         require(option.default is not dataclasses.MISSING, f"{name} has no default", hint="add one")
         try:
             check_option(option, option.default)
@@ -73,33 +74,21 @@ def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return options
 
 
-def _kind(option: dataclasses.Field[Any]) -> tuple[Any, bool]:
-    """The type of a hyperparameter without None, and whether None is allowed."""
-    union = typing.get_origin(option.type) in (typing.Union, types.UnionType)
-    kinds = typing.get_args(option.type) if union else (option.type,)
-    others = [kind for kind in kinds if kind is not type(None)]
-    return others[0] if len(others) == 1 else option.type, len(others) < len(kinds)
-
-
 def check_option(option: dataclasses.Field[Any], value: Any) -> None:
     """Raise `MoonshotError` unless a value is valid for one of `options_of`; an int is valid for a float."""
-    (kind, optional), bounds = _kind(option), option.metadata
+    (kind, optional), bounds = kind_of(option), option.metadata
     if value is None and optional:
         return
     valid = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if valid and kind in (int, float):
-        valid = (
-            (math.isfinite(value) if isinstance(value, float) else abs(value) <= MAX_INT)
-            and bounds.get("least", -math.inf) <= value <= bounds.get("most", math.inf)
-            and value > bounds.get("above", -math.inf)
-        )
+        finite = math.isfinite(value) if isinstance(value, float) else abs(value) <= MAX_INT
+        valid = finite and within(value, bounds)
     if valid:
         return
     nouns = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
-    words = {"above": "above", "least": "at least", "most": "at most"}
-    limits = " and ".join(f"{word} {bounds[bound]:g}" for bound, word in words.items() if bound in bounds)
-    link = "" if not limits else " " if "above" in bounds else " of "
-    usage = f"give {nouns[kind]}{link}{limits}{', or None' if optional else ''}"
+    words = limits(bounds)
+    link = " of " if words.startswith("at ") else " " if words else ""
+    usage = f"give {nouns[kind]}{link}{words}{', or None' if optional else ''}"
     raise MoonshotError(usage, field=option.name, value=value)
 
 
@@ -122,7 +111,7 @@ def parse_option(option: dataclasses.Field[Any], text: str) -> Any:
     Raises:
         MoonshotError: the value has another type or is out of bounds.
     """
-    kind, optional = _kind(option)
+    kind, optional = kind_of(option)
     value: Any = text
     if optional and text.lower() == "none":
         value = None

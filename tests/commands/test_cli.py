@@ -3,6 +3,7 @@
 import argparse
 import copy
 import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -37,12 +38,20 @@ def test_every_field_has_an_option():
     assert set(method_options.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
 
 
-def test_every_field_is_in_one_group():
-    grouped = [name for names in method_options.GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(field.name for field in dataclasses.fields(MoonshotConfig))
-    documented = re.findall(r"^ {8}(?:\[(\w+)\]|(\w+): )", MoonshotConfig.__doc__.partition("Raises:")[0], re.M)
-    groups = method_options.GROUPS.items()
-    assert documented == [line for title, names in groups for line in ((title, ""), *(("", name) for name in names))]
+def test_help_and_reference_have_every_field_in_the_same_groups():
+    reference = inspect.getdoc(MoonshotConfig).partition("Raises:")[0]
+    documented = re.findall(r"^ {4}(?:\[(\w+)\]|(\w+): )", reference, re.M)
+    assert [name for _, name in documented if name] == [field.name for field in dataclasses.fields(MoonshotConfig)]
+    parser = argparse.ArgumentParser()
+    method_options.add_method_options(parser)
+    groups = {group.title: [action.dest for action in group._group_actions] for group in parser._action_groups}
+    expected = {"method: target": ["recipe"]}
+    for heading, name in documented:
+        if heading:
+            names = expected.setdefault(f"method: {heading.lower()}", [])
+        elif name not in WITHOUT_OPTION:
+            names.append(name)
+    assert {title: names for title, names in groups.items() if title in expected} == expected
 
 
 def test_help_names_every_solver():

@@ -1,0 +1,345 @@
+"""The options of a run: every field of `MoonshotConfig`, declared once, and the recipes.
+
+The checks of the fields, their reference and the options of the command line are derived from the declarations. Nothing
+here imports torch, so that `--help` is fast.
+"""
+
+import dataclasses
+import math
+import operator
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from .errors import check_choice, check_number, check_whole, require
+
+_BOUNDS = {
+    "above": ("above", operator.gt),
+    "least": ("at least", operator.ge),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+C = TypeVar("C", bound=type[Any])
+
+
+def option(default: Any, help: str, *, more: str = "", field: Mapping[str, Any] = {}, **declared: Any) -> Any:
+    """Declare a field of `Options`.
+
+    Args:
+        default: of the field; where it is a number, the command line adds it to the help.
+        help: for the command line and the reference.
+        more: for the reference only.
+        field: further arguments of `dataclasses.field`.
+        declared: `group`, the title of the group that begins with this field; `metavar`; `choices`, of which an
+            optional field has the first where the command line gives no value; the bounds `least`, `most`, `above` and
+            `below`; `experts`, why the field has no effect with pattern="experts"; `shared`, if it is a hyperparameter
+            of several solvers, which check it.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "more": more, **declared}, **field)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The fields of `MoonshotConfig`, the most used first: the order of the help and of the reference."""
+
+    pattern: str = option(
+        "unstructured",
+        '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, "structured": removes '
+        'whole input columns, or "experts": removes whole experts; n:4, with the letter n, gives each layer 1:4, 2:4, '
+        "3:4 or leaves it dense, with --allocation fisher and a --sparsity",
+        more="Any other m works too. Not every solver supports every pattern. None, with `bits`, removes nothing.",
+        group="Target",
+    )
+    sparsity: float | None = option(
+        None,
+        "fraction of the weights (of the experts) to remove, 0 to 1; follows from n:m",
+        more='For "n:4" it is an upper bound on the fraction over all layers, reached as closely as steps of a quarter '
+        "of a layer allow.",
+    )
+    bits: int | None = option(
+        None,
+        "8, 4 or 3: also round the surviving weights, to this many bits; without a pattern or a sparsity, quantize a "
+        "dense model. Default: none",
+        more="The grid is symmetric, with 2^bits - 1 values, and the objective the same: SparseGPT rounds while it "
+        "prunes, other solvers afterwards.",
+    )
+    bits_per_weight: float | None = option(
+        None, "as --target-bytes, by the mean bits per weight of the pruned layers", above=0
+    )
+    target_bytes: int | str | None = option(
+        None,
+        'size of the packed checkpoint, such as "500MB": --allocation fisher chooses sparsity and bits of each matrix',
+        more="Bytes as a number too, in place of a sparsity. With `bits`, only the sparsities are chosen; else also 8, "
+        "4, 3 or the bits of the model's dtype, at the least cost to the model.",
+        metavar="SIZE",
+    )
+    targets: Sequence[str] | None = option(
+        None,
+        "prune the modules whose names match; default: every Linear and Conv2d of the repeated layers",
+        more="A list of regular expressions, searched for in the names. Embeddings, patch embeddings, stems and heads "
+        "are pruned only if one matches them. In a model without repeated layers (a plain `torch.nn.Module`), the "
+        "default is all but the first and the last layer.",
+        experts="removes equally many experts of every layer",
+    )
+    ignore: Sequence[str] = option(
+        (),
+        "modules that stay dense",
+        more="A list of regular expressions, as for `targets`.",
+        experts="removes equally many experts of every layer",
+    )
+    group_size: int = option(
+        1, "neurons that are removed together, with --pattern structured", more="Heads are removed whole.", least=1
+    )
+    quant_group: int = option(128, "consecutive inputs that share a scale with --bits", more="A multiple of 64.")
+
+    solver: str = option(
+        "sparsegpt",
+        "sparsegpt (the default), alps (loses much less, in more time), obc (removes one weight at a time), cap (the "
+        "same, in blocks), osscar (columns, for --pattern structured): these update the surviving weights; wanda or "
+        "magnitude (only choose). For --pattern experts: osscar, reap or frequency",
+        more="Or the name of a solver registered with `register_solver`, or by an installed package through an entry "
+        "point in the group `optimum_moonshot.solvers`.",
+        group="Quality",
+        metavar="NAME",
+    )
+    lam: float | None = option(
+        None,
+        "weight of the reconstruction term, 0 to 1; the Fisher loss has the remaining weight, and 1 needs no backward "
+        "pass. Default: 0.9 for language models, 0.5 for vision",
+        metavar="LAMBDA",
+        least=0,
+        most=1,
+    )
+    rotation: str | None = option(
+        None,
+        "learned: rotate the residual stream and the heads before pruning, by matrices learned on the calibration data "
+        "and merged into the weights; heads: these alone. Default: none",
+        more="The matrices are orthogonal, and the model's function stays the same; `heads` keeps tied embeddings "
+        "tied. Both also compute a channel permutation for n:m and, for patterns with a sparsity, scale rows to units "
+        "of the loss.",
+        choices=("learned", "heads"),
+        experts="removes experts as they are",
+    )
+    recover: str | None = option(
+        None,
+        "blockwise: tune the surviving weights of one decoder layer after another on the calibration data; gradual: "
+        "also prune each in stages; distill: train the whole model to reproduce the dense model's predictions; zeros "
+        "stay zeros. Default: none",
+        more="Tuning needs no labels: a layer reproduces its dense output. The stages are six, each from the weights "
+        "and inputs of the previous one. A decoder layer that loses neurons, heads or experts has all of its "
+        "parameters tuned; experts are not removed in stages.",
+        choices=("blockwise", "gradual", "distill"),
+    )
+    allocation: str | dict[str, float | str] = option(
+        "uniform",
+        '"uniform" (the default), "fisher" (by what each weight matrix costs the model), "owl" or "alpha" '
+        "(AlphaPruning): how the sparsity budget is divided between the layers; or a JSON file of layer names or "
+        "regular expressions, each with a sparsity or n:m",
+        more='All preserve the total `sparsity` of an unstructured pattern. "fisher" assigns a sparsity to every '
+        "matrix and expert, and runs some of the calibration samples forwards and backwards once more, also at λ = 1; "
+        'it has no effect with pattern="structured", as the report notes. "owl" and "alpha" assign one per decoder '
+        "layer. In Python the entries are a dict: the one with the layer's name applies, else the first whose "
+        "expression matches part of it, else `pattern` and `sparsity`.",
+        metavar="HOW",
+        field={"hash": False},  # a dict has none
+    )
+    recompute: bool = option(
+        False,
+        'the paper\'s "++": the statistics of each block on the pruned blocks before it (costs more passes)',
+        more="At λ = 1 every block runs once more; at λ < 1 the passes grow with the square of the number of blocks.",
+        experts="computes all statistics on the dense model",
+    )
+    fisher: str = option(
+        "all",
+        '"all" (the default) or "attention": the layers that use the Fisher loss',
+        more="The others have λ = 1. The paper uses the attention's for language models.",
+        metavar="LAYERS",
+        choices=("all", "attention"),
+        experts="uses the Fisher loss of the experts",
+    )
+    expert_tokens: str = option(
+        "routed",
+        "routed (the default): an expert's statistics use the tokens routed to it; all: all tokens",
+        more="Gradients always follow the model's routing.",
+        choices=("routed", "all"),
+        experts="uses the tokens routed to each expert",
+    )
+    under_calibrated_experts: str = option(
+        "all",
+        "experts with few routed tokens: all tokens instead (the default), magnitude, or routed as they are",
+        more="Few are less than one per four inputs. The report lists these experts.",
+        choices=("all", "magnitude", "routed"),
+        experts="uses the tokens routed to each expert, however few",
+    )
+
+    calibration: Any = option(
+        None,
+        "the default data of `MoonshotPruner.prune`, also for pruning while loading: "
+        '``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))``',
+        more="Excluded from `to_dict` and from comparison.",
+        group="Data",
+        field={"compare": False, "repr": False},
+    )
+    num_samples: int = option(128, "calibration samples", more="Fewer in the data are an error.", least=1)
+    sequence_length: int | None = option(
+        None, "tokens per sample, also for --eval; default: the model's longest, at most 2048", least=2
+    )
+    seed: int = option(
+        0, "seed of the sampling of calibration data", more="Equal seeds give bit-identical models.", least=0
+    )
+
+    batch_size: int = option(8, "samples at a time; changes memory and speed, not the result", group="Cost", least=1)
+    max_memory: int | str | None = option(
+        None,
+        'memory for statistics and caches on the device, such as "8GiB"; default: 60% of the free memory',
+        more="The rest is stored in host memory. The run uses less after an out-of-memory error.",
+        metavar="SIZE",
+    )
+    offload_dir: str | None = option(
+        None, "folder for caches that exceed the host memory", more="Its files are removed at the end.", metavar="DIR"
+    )
+
+    solver_options: Mapping[str, Any] = option(
+        dataclasses.MISSING,
+        "a hyperparameter of the solver, such as block_size=64; repeat it for others",
+        more="In Python a dict of name → value. `damping` and `block_size` are moved to their fields.",
+        group="Hyperparameters",
+        field={"default_factory": dict, "hash": False},
+    )
+    damping: float | None = option(
+        None,
+        "fraction of the mean diagonal added to a Hessian before it is factored (0.01)",
+        more="In (0, 1]. It grows tenfold, up to 1, for a layer that cannot be factored otherwise; the report notes "
+        "it. None is the solver's default, which the field has afterwards. No effect on solvers without it.",
+        shared=True,
+    )
+    block_size: int | None = option(
+        None,
+        "columns that SparseGPT prunes together (128), or inputs of CAP's blocks (192)",
+        more="SparseGPT compares the weights of all rows in these columns. None is the solver's default.",
+        shared=True,
+    )
+    recover_steps: int | None = option(
+        None,
+        "maximum steps of --recover per decoder layer (150), of distill: in all (300)",
+        more='8 samples each, with early stopping. "gradual" takes a tenth of them after each of its first five '
+        "stages, the others after the last.",
+        least=1,
+    )
+    recover_lr: float | None = option(
+        None,
+        "initial learning rate of --recover, relative to the weights (0.05; distill: 0.003)",
+        more="A fraction of the root mean square of a parameter's surviving weights, with cosine decay to 0.",
+        above=0,
+        below=1,
+    )
+    rotation_weights: str = option(
+        "fisher",
+        '"fisher" (the default) weights every matrix by its Fisher loss; "equal" needs no backward pass',
+        more='"fisher" runs it at λ = 1 too; "equal" does not scale rows.',
+        choices=("fisher", "equal"),
+    )
+    rotation_steps: int = option(100, "maximum steps of --rotation", more="With early stopping.", least=1)
+    rotation_lr: float = option(
+        0.02, "initial learning rate of --rotation, in radians", more="With cosine decay to 0.", above=0, below=1
+    )
+    rotation_rows: int | None = option(
+        None, "rows of each matrix that --rotation uses (all); fewer are faster", least=1
+    )
+    owl_threshold: float = option(5.0, "OWL: an outlier exceeds M times the mean", metavar="M", above=0)
+    owl_lambda: float = option(0.08, "OWL: densities spread over twice this", metavar="LAMBDA", least=0, below=1)
+    alpha_tau: float = option(
+        0.1,
+        "AlphaPruning: sparsities in proportion to 1 ± TAU",
+        more="The paper's value for Llama-3.2-3B; 0.05 for the 1B.",
+        metavar="TAU",
+        least=0,
+        below=1,
+    )
+
+
+Field = dataclasses.Field[Any]
+OPTIONS: dict[str, Field] = {field.name: field for field in dataclasses.fields(Options)}
+SHARED_OPTIONS = tuple(name for name, field in OPTIONS.items() if "shared" in field.metadata)
+GROUPS: dict[str, list[Field]] = {}
+for _field in OPTIONS.values():
+    if "group" in _field.metadata:
+        _members = GROUPS[_field.metadata["group"]] = []
+    _members.append(_field)
+
+# budget → (unstructured, n:m): fields beside pattern and sparsity, by the measurements of `benchmarks/beyond.py`
+# (docs/measured.md). Gradual recovery selects weights again by the reconstruction error alone, which would discard a
+# selection by λ < 1; n:m has equal sparsity in every layer.
+_BASIS, ALLOCATION = {"solver": "alps", "rotation": "learned"}, {"allocation": "fisher"}
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "paper": ({}, {}),
+    "one-shot": ({**_BASIS, **ALLOCATION, "lam": 0.5}, {**_BASIS, "lam": 0.9}),
+    "recovered": (
+        {**_BASIS, **ALLOCATION, "lam": 1.0, "recover": "gradual"},
+        {**_BASIS, "lam": 0.9, "recover": "blockwise"},
+    ),
+}
+
+
+def kind_of(field: Field) -> tuple[Any, bool]:
+    """The type of a field without None, and whether None is allowed."""
+    union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(field.type) if union else (field.type,)
+    others = [kind for kind in kinds if kind is not type(None)]
+    return others[0] if len(others) == 1 else field.type, len(others) < len(kinds)
+
+
+def within(value: float, bounds: Mapping[str, Any]) -> bool:
+    """Whether a number satisfies the bounds of a declaration."""
+    return all(satisfied(value, bounds[name]) for name, (_, satisfied) in _BOUNDS.items() if name in bounds)
+
+
+def limits(bounds: Mapping[str, Any]) -> str:
+    """The bounds of a declaration in words, such as "above 0 and at most 1"."""
+    return " and ".join(f"{words} {bounds[name]:g}" for name, (words, _) in _BOUNDS.items() if name in bounds)
+
+
+def check_values(options: Options) -> None:
+    """Raise `MoonshotError` for a field whose value has the wrong type, or is none of its choices or out of its bounds.
+
+    Fields without choices or bounds, other than numbers and switches, are checked where they are parsed.
+    """
+    for name, field in OPTIONS.items():
+        value, (kind, optional), declared = getattr(options, name), kind_of(field), field.metadata
+        if "choices" in declared:
+            check_choice(name, value, declared["choices"], optional)
+        elif kind is bool:
+            require(isinstance(value, bool), "use True or False", field=name, value=value)
+        elif "shared" in declared or (value is None and optional):
+            continue
+        elif kind is int and "least" in declared:
+            check_whole(name, value, declared["least"])
+        elif kind is float:
+            check_number(name, value)
+            closed = "least" in declared and "most" in declared
+            words = f"from {declared['least']:g} to {declared['most']:g}" if closed else limits(declared)
+            valid = not words or (math.isfinite(value) and within(value, declared))
+            require(valid, f"give a number {words}", field=name, value=value)
+
+
+def documented(cls: C) -> C:
+    """Class decorator that inserts the options into the docstring of a class, before its `Raises:`."""
+
+    def in_python(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return f"`{name}`" if name in OPTIONS else match[0]
+
+    lines = ["Args:"]
+    for title, fields in GROUPS.items():
+        lines.append(f"    [{title}]")
+        for field in fields:
+            help = re.sub(r"--(pattern|allocation) (\w+)", r'\1="\2"', field.metadata["help"])
+            help = re.sub(r"--([a-z-]+)", in_python, help)
+            text = f"{field.name}: {help}. {field.metadata['more']}".strip()
+            lines += textwrap.wrap(text, 112, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    if cls.__doc__ is not None:  # python -OO removes docstrings
+        cls.__doc__ = cls.__doc__.replace("    Raises:", textwrap.indent("\n".join([*lines, "", "Raises:"]), " " * 4))
+    return cls
