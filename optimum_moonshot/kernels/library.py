@@ -186,7 +186,7 @@ class Library:
     def quantized_grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, matrix: QuantizedMatrix, wide: bool = False
     ) -> None:
-        """As `grouped`, with a quantized matrix; inputs are rounded as in `quantized_product`, unless `wide`.
+        """Like `grouped`, but with a quantized matrix; inputs are rounded as in `quantized_product`, unless `wide`.
 
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.

@@ -84,7 +84,7 @@ def _stream(codes, base, start, row, d_out, d_in, BITS: tl.constexpr, ROWS: tl.c
 def _expanded(
     codes, meta, base, start, row, d_out, d_in, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """As `_stream`, with a bitmask: 0 where no weight is stored; also the bytes of the codes of each row."""
+    """Like `_stream`, but with a bitmask: 0 where no weight is stored; also the bytes of the codes of each row."""
     width = (d_in + 7) // 8
     at = start * 8 + tl.arange(0, BLOCKS * 8)
     inside = (row < d_out)[:, None] & (at < width)[None, :]

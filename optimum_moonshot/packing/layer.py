@@ -126,7 +126,7 @@ class PackedLayer:
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
 
     def checked(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
-        """As `parts`, in any dtype.
+        """Like `parts`, but checks the tensors, in any dtype.
 
         Raises:
             MoonshotError: a tensor is missing, or they do not have this shape.

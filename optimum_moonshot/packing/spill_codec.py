@@ -51,7 +51,7 @@ def spill_matrix(file: SpillFile, name: str, matrix: Tensor) -> Callable[[], Ten
 
 
 def spill_tensor(file: SpillFile, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-    """As `spill_matrix`, for a tensor of any shape."""
+    """Like `spill_matrix`, but for a tensor of any shape."""
     shape = tuple(tensor.shape)
     load = spill_matrix(file, name, tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1)))
     return lambda: load().reshape(shape)

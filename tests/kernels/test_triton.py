@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="comes with torch's builds for CUDA")
 
 from optimum_moonshot.kernels import triton_bitmask
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask, bitmask_product
+from optimum_moonshot.packing import Bitmask, bitmask, bitmask_codec
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -73,13 +73,13 @@ def test_unpacking_gives_every_bit_back(pattern, d_in, dtype):
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(8, 16), 0.7], ids=str)
 @pytest.mark.parametrize("rows", [(), (2, 3), (4, 9)], ids=str)
 def test_packed_layers_use_the_kernels(pattern, rows, monkeypatch):
-    monkeypatch.setattr(bitmask_product, "_is_for_gpu", lambda *_: True)
+    monkeypatch.setattr(bitmask_codec, "_is_for_gpu", lambda *_: True)
     matrix = sparse(9, 48, pattern, torch.float32)
     values, meta, _, window = packed(matrix, pattern)
     inputs, bias = torch.randn(*rows, 48, device=DEVICE), torch.randn(9, device=DEVICE)
     expected = torch.nn.functional.linear(inputs, matrix.to(DEVICE), bias)
     for width in (-1, window):
-        result = bitmask_product.packed_linear(inputs, values, meta, None, bias, width)
+        result = Bitmask().linear(inputs, {"_packed": values, "_meta": meta}, (9, 48), bias, (width, None))
         torch.testing.assert_close(result, expected)
 
 

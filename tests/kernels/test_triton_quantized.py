@@ -14,7 +14,7 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="comes with torch's builds for CUDA")
 
 from optimum_moonshot.kernels import triton_quantized
-from optimum_moonshot.packing import quantized, quantized_product
+from optimum_moonshot.packing import Quantized, quantized, quantized_codec
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -96,16 +96,16 @@ def test_the_largest_scales_do_not_overflow_beyond_the_last_input():
 @pytest.mark.parametrize("kind", ["dense", "2:4", 0.6])
 @pytest.mark.parametrize("rows", [(), (2, 3), (4, 9)], ids=str)
 def test_the_operators_use_the_kernels(kind, rows, monkeypatch):
-    monkeypatch.setattr(quantized_product, "_is_for_gpu", lambda *_: True)
-    monkeypatch.setattr(quantized_product, "_tiles", lambda *_: pytest.fail("torch unpacked the weights"))
+    monkeypatch.setattr(quantized_codec, "_is_for_gpu", lambda *_: True)
+    monkeypatch.setattr(quantized_codec._Matrix, "tiles", lambda *_: pytest.fail("torch unpacked the weights"))
     weight, (codes, scale, meta, offsets, bits, group) = packed((9, 100), 4, 64, torch.float32, kind)
     inputs = torch.randn(*rows, 100, device=DEVICE, requires_grad=True)
     bias = torch.randn(9, device=DEVICE, requires_grad=True)
     expected = functional.linear(inputs, weight.to(DEVICE), bias)
     gradients = torch.autograd.grad(expected.square().sum(), (inputs, bias))
     for starts in (None, offsets):
-        matrix = quantized_product.QuantizedTensors(codes, scale, meta, starts, bits, group)
-        result = quantized_product.quantized_linear(inputs, matrix, bias, wide=False)
+        parts = {"_codes": codes, "_scale": scale, "_meta": meta}
+        result = Quantized(bits, group).linear(inputs, parts, (9, 100), bias, starts)
         torch.testing.assert_close(result, expected)
         torch.testing.assert_close(torch.autograd.grad(result.square().sum(), (inputs, bias)), gradients)
 

@@ -6,7 +6,7 @@ import torch
 
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask, bitmask_codec, bitmask_product, find_codec
+from optimum_moonshot.packing import bitmask, bitmask_codec, find_codec
 
 GROUPS, D_OUT = 5, 7
 ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -22,7 +22,7 @@ COUNTS = {
 @pytest.fixture(params=["library", "torch"])
 def route(request, monkeypatch):
     if request.param == "torch":
-        for module in (bitmask, bitmask_codec, bitmask_product):
+        for module in (bitmask, bitmask_codec):
             monkeypatch.setattr(module, "find_library", lambda: None)
     elif find_library() is None:
         pytest.skip("installed without a C compiler")

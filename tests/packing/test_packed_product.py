@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask, bitmask_codec, bitmask_product, find_codec
+from optimum_moonshot.packing import bitmask, bitmask_codec, find_codec
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 PATTERNS = [None, NM(2, 4)]
@@ -19,7 +19,7 @@ ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 def route(request, monkeypatch):
     """With the compiled library, and without."""
     if request.param == "torch":
-        for module in (bitmask, bitmask_codec, bitmask_product):
+        for module in (bitmask, bitmask_codec):
             monkeypatch.setattr(module, "find_library", lambda: None)
     elif find_library() is None:
         pytest.skip("installed without a C compiler")
@@ -105,7 +105,7 @@ def test_exported_for_any_number_of_rows(pattern, route):
 @pytest.mark.parametrize("dtype", list(ATOL), ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_gradients_are_those_of_a_dense_layer(pattern, dtype, route, monkeypatch):
-    monkeypatch.setattr(bitmask_product, "_TILE", 64 * dtype.itemsize * 7)  # more than one tile, the last one smaller
+    monkeypatch.setattr(bitmask_codec, "_TILE", 64 * dtype.itemsize * 7)  # more than one tile, the last one smaller
     linear, packed = pair(pattern, dtype)
     for shape in ((64,), (5, 64), (2, 3, 64), (0, 64)):
         result = []
@@ -130,7 +130,7 @@ def test_many_rows_are_unpacked_in_tiles_where_torch_is_faster(route, monkeypatc
     if find_library() is None:
         pytest.skip("installed without a C compiler")
     monkeypatch.setattr(find_library(), "most_rows", 16)
-    monkeypatch.setattr(bitmask_product, "_TILE", 64 * 4 * 7)
+    monkeypatch.setattr(bitmask_codec, "_TILE", 64 * 4 * 7)
     for pattern in PATTERNS:
         linear, packed = pair(pattern)
         inputs = torch.randn(17, 64)

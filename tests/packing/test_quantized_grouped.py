@@ -7,7 +7,7 @@ from grid_matrices import on_grid, random_matrix
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Codec, Quantized, quantized, quantized_product
+from optimum_moonshot.packing import Codec, Quantized, quantized, quantized_codec
 
 GROUPS, D_OUT = 5, 7
 ATOL = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}
@@ -24,7 +24,7 @@ COUNTS = {
 @pytest.fixture(params=["library", "torch"])
 def route(request, monkeypatch):
     if request.param == "torch":
-        for module in (quantized, quantized_product):
+        for module in (quantized, quantized_codec):
             monkeypatch.setattr(module, "find_library", lambda: None)
     elif find_library() is None:
         pytest.skip("installed without a C compiler")

@@ -12,7 +12,7 @@ from torch import nn
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask_speed, find_codec, quantized, quantized_product, timing
+from optimum_moonshot.packing import find_codec, quantized, quantized_codec, timing
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 PATTERNS = [None, NM(2, 4), NM(4, 4)]
@@ -23,7 +23,7 @@ ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 def route(request, monkeypatch):
     """With the compiled library, and without."""
     if request.param == "torch":
-        for module in (quantized, quantized_product):
+        for module in (quantized, quantized_codec):
             monkeypatch.setattr(module, "find_library", lambda: None)
     elif find_library() is None:
         pytest.skip("installed without a C compiler")
@@ -127,7 +127,7 @@ def test_exported_for_any_number_of_rows(route):
 @pytest.mark.parametrize("dtype", list(ATOL), ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_gradients_are_those_of_a_dense_layer(pattern, dtype, route, monkeypatch):
-    monkeypatch.setattr(quantized_product, "_TILE", 200 * dtype.itemsize * 7)  # several tiles, the last one smaller
+    monkeypatch.setattr(quantized_codec, "_TILE", 200 * dtype.itemsize * 7)  # several tiles, the last one smaller
     linear, packed = pair(pattern, dtype)
     for shape in ((200,), (5, 200), (2, 3, 200), (0, 200)):
         result = []
@@ -196,7 +196,7 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
     if library is not None:
         monkeypatch.setattr(library, "instruction_set", "vbmi2")
         assert verdict() == (True, "vbmi2 kernels for int4g128")
-        assert verdict((8, 8)) == (False, f"smaller than {bitmask_speed.LEAST} weights")
+        assert verdict((8, 8)) == (False, f"smaller than {timing.LEAST} weights")
         kept = codec.with_inputs("float").decoding((1024, 1024), None, 0.2, torch.bfloat16, torch.device("cpu"))
         assert kept == (False, "the kernel is slower for inputs that are not rounded")
         assert verdict(dtype=torch.float64) == (False, "no kernel for torch.float64")
