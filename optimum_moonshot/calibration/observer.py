@@ -115,7 +115,7 @@ class SharedSums:
     def add(self, call: LayerCall) -> None:
         for inputs in call.called.tokens(call.inputs, call.mask):
             for statistic in self.statistics.values():
-                statistic.add(inputs, call.called.part)
+                statistic.add(inputs, call.called.called_groups)
 
 
 class InputSums:
@@ -138,7 +138,7 @@ class InputSums:
         name, inputs = call.layer.name, call.inputs
         if not inputs.numel():
             return  # its address would not identify it
-        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.reads)
+        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.input_key)
         if name not in self.of_layer:
             other = self.by_key.get(key)
             self.of_layer[name] = other if other and other.first else self._make(call.layer, inputs.device)
@@ -242,7 +242,7 @@ class GradientSums:
         with naming(call.layer.name):
             for inputs, part, last in call.called.pairs(call.inputs, delta, call.mask, call.samples):
                 for statistic in self.statistics:
-                    statistic.add(inputs, part, last and self.pending == 0, call.called.part)
+                    statistic.add(inputs, part, last and self.pending == 0, call.called.called_groups)
 
 
 class Observer(AbstractContextManager["Observer"]):
@@ -298,8 +298,7 @@ class Observer(AbstractContextManager["Observer"]):
 
     def __enter__(self) -> "Observer":
         for layer in self.layers:
-            for module in layer.modules:
-                self._hooks.callback(layer.at(module).watch(partial(self._observe, layer)).remove)
+            self._hooks.enter_context(layer.watched(partial(self._observe, layer)))
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -67,7 +67,6 @@ def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: in
 
     with ExitStack() as stack:
         for layer in layers:
-            for module in layer.modules:
-                stack.callback(layer.at(module).watch(partial(see, layer.name)).remove)
+            stack.enter_context(layer.watched(partial(see, layer.name)))
         run()
     return calls

@@ -15,6 +15,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ..data.batches import Batch
 from ..devices import is_out_of_memory
 from ..errors import MoonshotError, reason, require
+from .model_info import text_config
 
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call: positional, and by name
@@ -151,9 +152,8 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         inputs.pop("labels", None)
     parameters = inspect.signature(model.forward).parameters.values()
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     takes_flag = any_name or any(p.name == "use_cache" for p in parameters)
-    if hasattr(config, "use_cache") or (hasattr(text, "use_cache") and takes_flag):
+    if hasattr(config, "use_cache") or (hasattr(text_config(model), "use_cache") and takes_flag):
         inputs.setdefault("use_cache", False)  # of keys and values, which no pass reads
     dtype = next(model.parameters()).dtype
     for name, value in inputs.items():
@@ -178,8 +178,7 @@ def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
     It finds the last token of each sample by the pad token, and accepts a single one without. Meanwhile it has a pad
     token that no sample contains, which also replaces hidden ones: it reads each sample as if it were alone.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     head = type(model).__name__.endswith("ForSequenceClassification") and "input_ids" in inputs
     if not head or getattr(config, "pad_token_id", 0) is not None:
         yield

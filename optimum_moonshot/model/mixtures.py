@@ -3,8 +3,8 @@
 A module of experts (experts.py) reads tokens [T, H] and the indices and weights of each token's k experts, [T, k].
 With T·k tokens of one expert each as input, the same module computes every contribution c_e(t) = gate_e(t)·f_e(x_t)
 separately; its output for a token is their sum. A module that computes experts in one batched product (Llama 4) reads
-all tokens once per expert, [E·T, H], already weighted, and returns the contributions. A test decides which of both a
-module does, and checks the sum; names of families are not used.
+all tokens once per expert, [E·T, H], already weighted, and returns the contributions. A test call decides which of the
+two a module does, and checks the sum; names of families are not used.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
-from .calls import close, first_tensor, run_model
+from .calls import Arguments, calling, close, first_tensor, recorded, run_model
 from .experts import expert_parameters, routing, with_others
 from .layers import onloaded_in_turn, onloading_in, visited
 
@@ -59,12 +59,12 @@ class Mixture:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> "MixtureCall":
         """Interpret a call; `MoonshotError` if its arguments do not show which token is sent to which expert."""
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         routes = routing(args, kwargs)
         whole = isinstance(output, Tensor) and output.ndim == 2
         if whole and routes is not None:
             index, weights = routes
-            hidden = [each for each in tensors if each is not index and each is not weights]
+            hidden = [tensor for tensor in tensors if tensor is not index and tensor is not weights]
             if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(index) == len(output):
                 return RoutedCall(self, args, kwargs, hidden[0], index, weights, output)
         if whole and len(tensors) == 1 and tensors[0].shape == output.shape and len(output) % self.count == 0:
@@ -91,7 +91,7 @@ class MixtureCall(Protocol):
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
         """All contributions, in pieces of `room` bytes; `delta` is the gradient at the output, [T, H] or [E·T, H]."""
 
-    def instead(self) -> Tensor | None:
+    def equivalent(self) -> Tensor | None:
         """Another output that is equivalent if only the sum of a token's contributions matters.
 
         None if the module returned that sum; raises `MoonshotError` if it returned something else.
@@ -131,7 +131,7 @@ class RoutedCall:
             slopes = None if delta is None else (parts * delta[tokens, None].float()).sum(2)
             yield Piece(self.index[tokens], parts, slopes)
 
-    def instead(self) -> None:
+    def equivalent(self) -> None:
         try:
             total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
         except Exception as error:  # a module may fail in any way at an unexpected call
@@ -143,7 +143,7 @@ class RoutedCall:
     @torch.no_grad()
     def _parts(self, tokens: slice) -> Tensor:
         """The contributions to some tokens, [t, k, H]: each choice is passed as a separate token."""
-        index, weights = (each.detach()[tokens].reshape(-1, 1) for each in (self.index, self.weights))
+        index, weights = (choices.detach()[tokens].reshape(-1, 1) for choices in (self.index, self.weights))
         alone = self.tokens[tokens].repeat_interleave(self.chosen, 0)
         changes = (self.hidden, alone), (self.index, index), (self.weights, weights)
         args, kwargs = with_others(self.args, self.kwargs, *changes)
@@ -178,7 +178,7 @@ class RepeatedCall:
             slopes = None if by_token is None else (parts * by_token[tokens].float()).sum(2)
             yield Piece(torch.where(self.sent[tokens], numbers, count), parts, slopes)
 
-    def instead(self) -> Tensor:
+    def equivalent(self) -> Tensor:
         mean = self.output.mean(1, keepdim=True).expand_as(self.output)
         return mean.transpose(0, 1).flatten(0, 1)
 
@@ -206,11 +206,11 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     mixtures = [mixture for mixture in mixtures if mixture.count > 1]
     message = f"{name} has no experts in fused parameters"
     require(bool(mixtures), message, field="pattern", value="experts", hint="use a mixture of experts")
-    trials = [_Trial(mixture, model) for mixture in mixtures]
-    with ExitStack() as hooks:
+    trials = [_Trial(mixture) for mixture in mixtures]
+    parents = {mixture.name: model.get_submodule(mixture.name.rpartition(".")[0]) for mixture in mixtures}
+    with recorded(parents) as arguments, onloaded_in_turn(visited(model)), ExitStack() as hooks:
         for trial in trials:
-            trial.enter(hooks)
-        hooks.enter_context(onloaded_in_turn(visited(model)))
+            hooks.callback(trial.mixture.module.register_forward_hook(trial.see, with_kwargs=True).remove)
         run_model(model, probe)
     understood = [trial for trial in trials if trial.chosen and not trial.reason]
     counts = {trial.mixture.count for trial in understood}
@@ -223,50 +223,37 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     require(len(counts) == 1, message, field="pattern", value="experts")
     onloaded = onloading_in(model)
     for trial in understood:
-        with onloaded(trial.around):
-            trial.check()
+        parent = parents[trial.mixture.name]
+        with onloaded(parent):
+            trial.check(parent, arguments[trial.mixture.name])
     chosen = max(trial.chosen for trial in understood)
     return Mixtures(tuple(trial.mixture for trial in understood), counts.pop(), chosen)
 
 
+@dataclass(eq=False)
 class _Trial:
-    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure."""
+    """What the calls of a module of experts show: the number of experts of a token, or the reason of a failure."""
 
-    def __init__(self, mixture: Mixture, model: nn.Module):
-        self.mixture, self.chosen, self.reason = mixture, 0, ""
-        self.call: MixtureCall | None = None  # the last
-        self.around = model.get_submodule(mixture.name.rpartition(".")[0])
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of its parent
-        self.replacement: Tensor | None = None  # of the module's output
+    mixture: Mixture
+    first: MixtureCall | None = None
+    chosen: int = 0
+    reason: str = ""
 
-    def enter(self, hooks: ExitStack) -> None:
-        """Watch every call until `hooks` are closed."""
-        hooks.callback(self.around.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        hooks.callback(self.mixture.module.register_forward_hook(self._see, with_kwargs=True).remove)
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = (args, kwargs)
-
-    def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.replacement is not None:
-            return self.replacement
+    def see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         try:
             call = self.mixture.call(args, kwargs, output)
         except MoonshotError as error:
             self.reason = str(error)
-            return None
-        self.chosen, self.call = max(self.chosen, call.chosen), call
-        return None
+            return
+        self.first, self.chosen = self.first or call, max(self.chosen, call.chosen)
 
-    def check(self) -> None:
+    def check(self, parent: nn.Module, arguments: Arguments) -> None:
         """Raise `MoonshotError` unless the output of the module, or of its parent, is the sum of the contributions."""
-        replacement = None if self.call is None else self.call.instead()
+        replacement = None if self.first is None else self.first.equivalent()
         if replacement is None:
             return
-        args, kwargs = self.arguments
-        expected = first_tensor(self.around(*args, **kwargs))
-        with ExitStack() as hooks:
-            self.enter(hooks)
-            self.replacement = replacement
-            output = first_tensor(self.around(*args, **kwargs))
+        args, kwargs = arguments
+        expected = first_tensor(parent(*args, **kwargs))
+        with calling(self.mixture.module, lambda *_, **__: replacement):
+            output = first_tensor(parent(*args, **kwargs))
         require(close(output, expected), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_tensor
-from .source_files import SourceFiles, copy_from_files, guard_source, unprefixed
+from .source_files import SourceFiles, copy_from_files, guard_source, offload_hooks, unprefixed
 
 Load = Callable[[], Tensor]
 
@@ -32,7 +32,7 @@ class Weights(Protocol):
     """The weights of a block."""
 
     def onloaded(self) -> AbstractContextManager[None]:
-        """A context in which the block's parameters hold its weights. Reentrant."""
+        """A reentrant context in which the block's parameters hold its weights."""
 
 
 class Resident:
@@ -200,8 +200,8 @@ class Offloaded:
     def changes(self) -> Changes:
         """The weights stored so far, for `restore`."""
         written = [dict(slot.hook.weights_map.written) for slot in self.slots]
-        onloaded = self._depth > 0
-        return Changes(written, self._placeholders[:] if onloaded else [slot.table[slot.key] for slot in self.slots])
+        placeholders = self._placeholders if self._depth else [slot.table[slot.key] for slot in self.slots]
+        return Changes(written, placeholders[:])
 
     def restore(self, changes: Changes) -> None:
         """Drop the weights stored since `changes` was called."""
@@ -232,28 +232,20 @@ _WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the 
 _FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
-def hooked(module: nn.Module) -> list[Any]:
-    """accelerate's hooks that load a module's weights."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))
-    return [each for each in hooks if getattr(each, "offload", False) or getattr(each, "weights_map", None) is not None]
-
-
 def _wrap_map(hook: Any) -> None:
     if not isinstance(hook.weights_map, WrittenMap):
         hook.weights_map = WrittenMap(hook.weights_map)
 
 
 def hold_weights(model: nn.Module) -> None:
-    """Make a model that was loaded just before independent of its files, or check these at every read of a weight.
+    """Make a model that was just loaded independent of its files.
 
-    The latter are those of offloaded weights, which `save_pretrained` does not overwrite.
+    The files of offloaded weights are checked at every read instead, and `save_pretrained` does not overwrite them.
     """
     copy_from_files(model)
     for module in model.modules():
-        for hook in hooked(module):
-            if hook.weights_map is not None:
-                _wrap_map(hook)
+        for hook in offload_hooks(module):
+            _wrap_map(hook)
     guard_source(model)
 
 
@@ -281,7 +273,7 @@ def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether some of a model's weights are offloaded between calls."""
-    return any(hooked(module) for module in model.modules())
+    return any(offload_hooks(module) for module in model.modules())
 
 
 def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -293,20 +285,20 @@ def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(module, memo)
     from accelerate.hooks import ModelHook, remove_hook_from_module
 
-    for each in module.modules():
-        attributes = (vars(each).get("_hf_hook"), vars(each).get(_WEIGHTS))
+    for inner in module.modules():
+        attributes = (vars(inner).get("_hf_hook"), vars(inner).get(_WEIGHTS))
         memo |= {id(value): ModelHook() for value in attributes if value is not None}
     return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
 
 
 def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
-    """The weights of one of a model's blocks or, with the model as `block`, those outside of its blocks `without`."""
+    """The weights of a block of a model; with the model as `block`, the weights outside of its blocks `without`."""
     from accelerate.utils import named_module_tensors
 
-    inside = {module for each in without for module in each.modules()}
+    others = {module for other in without for module in other.modules()}
     slots = []
-    for module in (module for module in block.modules() if module not in inside):
-        for hook in hooked(module):
+    for module in (module for module in block.modules() if module not in others):
+        for hook in offload_hooks(module):
             tensors = named_module_tensors(
                 module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
             )

@@ -156,8 +156,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     with differentiable_attention(model), ExitStack() as hooks:
         for block in blocks:
             for layer in block.layers:
-                for module in layer.modules:
-                    hooks.callback(layer.at(module).watch(replace).remove)
+                hooks.enter_context(layer.watched(replace))
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
