@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ..distributed.ranks import Ranks
 from ..errors import MoonshotError, Option, Text, require
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
@@ -102,7 +103,7 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         self._hooks.close()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Begin a batch, as `Observer.begin`.
+        """Begin a batch, like `Observer.begin`.
 
         Raises:
             MoonshotError: the experts' inputs do not show the sample or the padding that they belong to.
@@ -133,3 +134,13 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
 
         output.register_hook(add)
         return output if begins else None
+
+
+def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:
+    """Merge the statistics of mixtures, each from the samples of one process."""
+    for sums in observer.sums.values():
+        for total in (sums.gram, sums.norms, sums.tokens):
+            ranks.all_reduce(total)
+        if sums.gradients is not None:
+            shard, sums.gradients = sums.gradients, sums.gradients.new_empty(sums.samples, sums.mixture.count)
+            ranks.gather_rows(shard, sums.gradients, ranks.all_gather_object(len(shard)))

@@ -379,7 +379,7 @@ class Ranks:
     def all_to_all(self, parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int]) -> None:
         """Gather the samples of all processes into `whole` [N, …], in order, where each process needs another part.
 
-        `parts` has the part of this process's samples that each process needs, [n, …] each; `sizes` as in `gather_rows`.
+        `parts` has the part of this process's samples that each process needs, [n, …]; `sizes` as in `gather_rows`.
         """
         if self.group is None:
             whole.copy_(parts[0])

@@ -1,10 +1,9 @@
 """Remove the dead neurons and heads of a model: `compact_model`.
 
 A structured group whose input columns are all zero is dead: it contributes nothing, so its columns and the rows that
-produce them can be removed (structured_groups.py finds both). The smaller model must be one of the same class with
-another configuration. The fields to change are searched, without a table: a configuration is accepted if a model
-created from it (on the meta device) has exactly the remaining shapes. Dead groups stay as zeros if no configuration
-fits.
+produce them can be removed (structured_groups.py finds both). The smaller model must be of the same class with another
+configuration. The fields to change are searched, without a table: a configuration is accepted if a model created from
+it (on the meta device) has exactly the remaining shapes. Dead groups stay as zeros if no configuration fits.
 """
 
 import copy
@@ -168,14 +167,14 @@ class GroupSearch:
         return config, removed
 
     def without(self, family: Family, count: int) -> tuple[PreTrainedConfig | None, dict[Family, int]]:
-        """The configuration with `count` groups less in a family, and those that share its fields; None without one."""
+        """The configuration with `count` fewer groups in a family and in those with the same fields, or None."""
         config: PreTrainedConfig = self.model.config
         return self._smaller(config, family, self._edits_of(config, family, [count]), {}) or (None, {})
 
     def _smaller(
         self, config: PreTrainedConfig, family: Family, edits: Iterable[Edit], removed: dict[Family, int]
     ) -> tuple[PreTrainedConfig, dict[Family, int]] | None:
-        """The first of the edited configurations without groups of one more family, and the number of each."""
+        """The first edited configuration that removes groups of one more family, and the number removed from each."""
         fields = dict(whole_numbers(config))
         for edit in edits:
             try:

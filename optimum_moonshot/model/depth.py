@@ -1,16 +1,16 @@
 """Remove whole blocks from a model: `remove_blocks`.
 
-A block adds an update to the hidden state that it reads, so a model without it computes what the model computes where
-that block returns its input. The smaller model must be one of the same class with another configuration. The fields to
-change are searched, without a table, in the order of the changes that they make:
+A block adds an update to the hidden state that it reads, so removing it is the same as returning its input. The
+smaller model must be of the same class with another configuration. The fields to change are searched, without a table,
+in this order:
 
 * integers equal to the number of blocks;
-* lists with one entry per block (`layer_types`, `no_rope_layers`), which lose those of the removed blocks;
+* lists with one entry per block (`layer_types`, `no_rope_layers`), without the entries of the removed blocks;
 * lists of indices of blocks (`mlp_only_layers`), and the number of first blocks of a kind (`first_k_dense_replace`).
 
 A configuration is accepted if a model created from it (on the meta device) has exactly the remaining shapes, and if
 every remaining block has the same kind as before: the same modules with the same attributes, such as a sliding window,
-except for its index. A family that computes the kind of a block from its index is refused where the index changes it.
+except for its index. A family that computes the kind of a block from its index is refused if the kind would change.
 """
 
 import dataclasses
@@ -75,8 +75,8 @@ def remove_blocks(
         model: unchanged.
         blocks: the indices of the blocks to remove, in the order of `find_blocks`, which is that of the model.
         inputs: for a forward pass of both models, in place of random tokens or pixels.
-        copies: the smaller model has copies of the tensors, so that changes of one do not affect the other; False, for
-            a model that is not used any longer: it shares them.
+        copies: whether the smaller model has copies of the tensors; False shares them with a model that is not used
+            any longer.
 
     Returns:
         A new model with the same dtype and device, which `save_pretrained` and `from_pretrained` support, and the
@@ -112,7 +112,7 @@ def remove_blocks(
 
 @contextmanager
 def skipping(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Meanwhile the hidden state in a block's output is its input; the rest of the output, such as a bias, remains.
+    """A context in which the hidden state in a block's output is its input; the rest, such as a bias, is unchanged.
 
     A block that changes the shape of the hidden state raises `MoonshotError`.
     """
@@ -170,7 +170,7 @@ class BlockSearch:
 
     @cached_property
     def kinds(self) -> list[frozenset[int]]:
-        """The indices of blocks of the same kind, such as attention and recurrence; lists have kinds of their own."""
+        """The indices of blocks of the same kind, such as attention and recurrence; kinds of different lists differ."""
         kinds: dict[int, tuple[_Stack, set[int]]] = {}  # by the index of their first block
         names = [name for name, _ in find_blocks(self.model)]
         blocks = [self.base.get_submodule(name) for name in names]
@@ -187,7 +187,7 @@ class BlockSearch:
         return [frozenset(members) for _, members in kinds.values()]
 
     def refusal(self, blocks: Collection[int]) -> str | None:
-        """Why the model cannot lose some blocks, as far as it shows without weights; None if it can."""
+        """Why some blocks cannot be removed, as far as can be told without weights; None if they can."""
         try:
             config = self.configuration(_stacks(self.model, blocks)[0])
         except MoonshotError as error:
@@ -242,7 +242,7 @@ class BlockSearch:
         return trial, difference is None
 
     def _difference(self, small: nn.Module, stacks: Sequence[_Stack]) -> str | None:
-        """A tensor, or an attribute of a block, that a model has and the smaller one should not have; None if equal."""
+        """The first tensor or attribute of a block in which a smaller model differs from the expected one, or None."""
         for stack in stacks:
             blocks, others = (list(model.get_submodule(stack.name).children()) for model in (self.base, small))
             for new, old in enumerate(stack.keep):
@@ -260,7 +260,7 @@ class BlockSearch:
 
 
 def _counts_tokens(config: PreTrainedConfig) -> bool:
-    """Whether the cache of a model knows how many tokens it has seen: those of recurrent blocks alone do not."""
+    """Whether the cache of a model knows how many tokens it has seen, which the cache of recurrent blocks does not."""
     try:
         DynamicCache(config=config.get_text_config(decoder=True)).get_seq_length()
     except Exception:  # of any type, in code of transformers; also a configuration without blocks of a decoder

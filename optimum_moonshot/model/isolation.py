@@ -1,4 +1,4 @@
-"""A model as itself, without what a program has wrapped around it, while a run or an evaluation lasts.
+"""A model without the wrappers of other programs, while a run or an evaluation lasts.
 
 A `Trainer` with mixed precision leaves a forward under autocast behind, and the hooks of a run would be traced into
 compiled graphs.
@@ -26,7 +26,7 @@ def isolated(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model that is not compiled; inside, it computes in its own dtype, with torch's usual settings.
 
     Raises:
-        MoonshotError: as `uncompiled`.
+        MoonshotError: a module inside was replaced by a compiled one.
     """
     model = uncompiled(model)
     with usual_settings(), shared(model, lambda: _without_wrappers(model)):
@@ -49,11 +49,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Meanwhile a model on the CPU computes attention without flex attention, which has no backward pass there.
+    """A context in which a model on the CPU computes attention without flex attention, which has no backward there.
 
     Yields a note for the report, if that changes anything.
     """
-    configs = {id(config): config for each in model.modules() if (config := vars(each).get("config")) is not None}
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     flex = [config for config in configs.values() if getattr(config, _ATTENTION, None) == "flex_attention"]
     flex = flex if flex and model_device(model).type == "cpu" else []
     other = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
