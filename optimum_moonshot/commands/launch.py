@@ -137,7 +137,7 @@ def _failure(message: str) -> str | None:
     """Report the failure of this process to the others; returns the line to print, None if another one prints it."""
     if not _several():
         return message
-    from ..distributed.ranks import leave
+    from ..distributed.ranks import exit_message
 
-    parts = leave(MoonshotError(message))
+    parts = exit_message(MoonshotError(message))
     return None if parts is None else "".join(parts)

@@ -463,10 +463,10 @@ def on_main_process(work: Callable[[], Value]) -> Value:
     return value
 
 
-def leave(error: BaseException) -> tuple[str, str] | None:
-    """The prefix and the message that this process prints before an error ends its command: ("rank 1 failed: ", "…").
+def exit_message(error: BaseException) -> tuple[str, str] | None:
+    """The prefix and the message, ("rank 1 failed: ", "…"), that this process prints when an error ends its command.
 
-    None where another process prints them.
+    None if another process prints them.
     """
     if not several():
         return "", one_line(error)

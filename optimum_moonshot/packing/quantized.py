@@ -140,7 +140,7 @@ def library_matrix(
     `offsets` is the result of `find_offsets`, computed if it is None.
     """
     library = find_library()
-    in_memory = all(part.device.type == "cpu" and part.is_contiguous() for part in (codes, meta))
+    in_memory = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (codes, meta))
     if library is None or not in_memory or not library.takes(scale):
         return None
     offsets = find_offsets(meta, d_in, grid.bits) if offsets is None else offsets
@@ -157,7 +157,7 @@ def check_packed(
         ("scale", scale, {(d_out, grid.groups(d_in))}),
         ("meta", meta, {(d_out, 0), (d_out, -(-d_in // 8))}),
     ):
-        wanted = " or ".join(str(list(each)) for each in sorted(sizes))
+        wanted = " or ".join(str(list(size)) for size in sorted(sizes))
         fits = tuple(tensor.shape) in sizes
         require(fits, f"weight_{name} is {list(tensor.shape)} where a weight of {d_out}×{d_in} needs {wanted}")
     wide = scale.is_floating_point() and scale.dtype.itemsize > 1
