@@ -1,9 +1,9 @@
-"""Statistics of mixtures of experts: C and B of the two objectives, and those of the baselines.
+"""Statistics of mixtures of experts: C and B of the two objectives, and the sums of the baselines.
 
     C_ef = Σ_t <c_e(t), c_f(t)>        B_en = Σ_{t in sample n} <∂ℓ_n/∂y_t, c_e(t)>
 
 A token has k of the E experts, so its contribution to C is a k × k matrix of inner products, which a product with the
-choices (0 and 1, [k, E]) scatters: no sum depends on the scheduling of threads, as that of an indexed addition would.
+choices (0 and 1, [k, E]) scatters: unlike in an indexed addition, no sum depends on the scheduling of threads.
 """
 
 from collections.abc import Sequence

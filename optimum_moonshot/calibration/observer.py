@@ -40,7 +40,7 @@ class LayerStatistics:
     """The statistics of a layer's objective: Σ x xᵀ and the Fisher term of its rows or, diagonal, Σ x² and Σ_n A_n².
 
     Inputs are [d_in, d_in] or [d_in], with groups in front if there are several. Gradients are a `Fisher`, or
-    [d_out, d_in] where diagonal; None at λ = 1. They may be those of some rows.
+    [d_out, d_in] where diagonal; None at λ = 1. They may have some of the rows only.
     """
 
     inputs: Tensor
@@ -297,7 +297,7 @@ class Observer(AbstractContextManager["Observer"]):
         self.inputs.forget()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Begin a batch of B = `count` samples, the `first` of them by its index among those of this process.
+        """Begin a batch of B = `count` samples, from index `first` among the samples of this process.
 
         `mask` is bool [B, T], True where a token counts; None where all do.
         """
@@ -348,7 +348,7 @@ class Observer(AbstractContextManager["Observer"]):
         return self.inputs.of_layer[layer.name].statistics[TokenCounts].result()
 
     def sums(self, layer: PrunableLayer) -> Tensor:
-        """The present sums over a layer's inputs, which `take` will return: G or its diagonal, by group."""
+        """The current sums over a layer's inputs, which `take` will return: G or its diagonal, by group."""
         return self.inputs.of_layer[layer.name].statistics[self.kind].result()
 
     def take(self, layer: PrunableLayer) -> LayerStatistics:

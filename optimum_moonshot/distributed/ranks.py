@@ -35,13 +35,13 @@ from ..devices import is_out_of_memory
 from ..errors import MoonshotError, one_line, reason
 
 Value = TypeVar("Value")
-TIMEOUT = timedelta(hours=24)  # by which one process may be behind the others inside of a run
-CONNECTING = timedelta(minutes=5)  # by which all processes connect, once all of them have begun
-OPENING = 7200  # seconds by which it may be behind at the beginning of a run
-LATE = 60  # seconds after which a process that waits there logs a warning
+TIMEOUT = timedelta(hours=24)  # for which processes wait for one another inside of a run
+CONNECTING = timedelta(minutes=5)  # for which processes connect, once all of them have begun
+OPENING = 7200  # seconds for which a process waits for the others at the beginning of a run
+LATE = 60  # seconds after which it logs a warning there
 LINGER = 5  # seconds that rank 0 waits for the others to read
-LOOK = 2  # seconds between two looks at the connections to processes that have not begun
-POLL = 0.02  # seconds between two looks at the store
+LOOK = 2  # seconds between two checks of the connections to processes that have not begun
+POLL = 0.02  # seconds between two checks of the store
 _TAG = 2**30 + 1  # of messages that nobody receives
 # Numbers the runs and the calls of `on_main_process`; equal in all processes, which make the same calls.
 _calls = itertools.count()
@@ -257,7 +257,7 @@ class RunGroup:
                 target.copy_(received)
 
     def _on_gpus(self, tensors: list[Tensor]) -> bool:
-        """Whether NCCL can transfer tensors, because those of all processes are on GPUs; all have met then."""
+        """Whether NCCL can transfer tensors: all processes have met, and all their tensors are on GPUs."""
         if not self.nccl:
             return False
         on_gpu = [False] * self.size
@@ -295,7 +295,7 @@ def _store_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of a run."""
+    """This process among the processes of a run."""
 
     rank: int = 0
     size: int = 1
@@ -341,7 +341,7 @@ class Ranks:
         return values
 
     def broadcast_object(self, value: Value, rank: int = 0) -> Value:
-        """The picklable value of one process, in all of them; those of the others are ignored."""
+        """The picklable value of one process, in all processes; values of the others are ignored."""
         if self.group is None:
             return value
         values: list[Any] = [value if self.rank == rank else None]
@@ -364,7 +364,7 @@ class Ranks:
             self.group.all_reduce(tensor, owner)
 
     def gather_rows(self, part: Tensor, whole: Tensor | None, sizes: Sequence[int], owner: int | None = None) -> None:
-        """Gather this process's samples [n, …] and those of all others into `whole` [N, …], in the order of the ranks.
+        """Gather the samples of all processes, [n, …] each, into `whole` [N, …], in the order of the ranks.
 
         `sizes` has the number of samples of each process. Only the owner needs them, where there is one; `whole` is
         None in the other processes.
@@ -414,7 +414,7 @@ SINGLE_PROCESS = Ranks()
 def processes() -> Iterator[Ranks]:
     """The processes of the default group, all of which enter; `SINGLE_PROCESS` without a group.
 
-    A process that fails inside stops the others with its reason; none leaves before all are done.
+    A process that fails inside stops the others with its reason; all wait at the end until every process is done.
 
     Raises:
         MoonshotError: another process failed or died.

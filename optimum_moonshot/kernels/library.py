@@ -1,7 +1,7 @@
 """The compiled library in this folder, called by ctypes: without torch's ABI, one build works with all its releases.
 
-It is compiled at installation for several instruction sets, of which it uses the fastest that the CPU supports. It runs
-on torch's OpenMP threads.
+It is compiled at installation for several instruction sets, and uses the fastest that the CPU supports, on torch's
+OpenMP threads.
 """
 
 import ctypes
@@ -134,7 +134,7 @@ class Library:
         """Products of groups of consecutive inputs with a group's matrix each; W is the stack of these matrices.
 
         `counts`, int64 [groups] and contiguous, are the rows of inputs of each group, at most `inputs` together. Writes
-        their `outputs` [rows, d_out / groups]; the rest as for `product`.
+        their `outputs` [rows, d_out / groups]; other arguments as in `product`.
 
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.

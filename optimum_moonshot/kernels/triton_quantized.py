@@ -41,7 +41,7 @@ def linear(
 def unpack(
     codes: Tensor, scale: Tensor, meta: Tensor, offsets: Tensor | None, bits: int, group: int, d_in: int
 ) -> Tensor:
-    """The dense matrix [d_out, d_in] in the dtype of the scales; `offsets` is that of `linear`."""
+    """The dense matrix [d_out, d_in] in the dtype of the scales; `offsets` as in `linear`."""
     dense = scale.new_empty(len(scale), d_in)
     if dense.numel():
         tensors, sizes, constants = _arguments(codes, scale, meta, offsets, bits, group, d_in)

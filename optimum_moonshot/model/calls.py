@@ -175,8 +175,8 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
     """Let a head for sequences without a pad token read several samples.
 
-    It finds the last token of each sample by the pad token, and accepts a single one without. Meanwhile it has a pad
-    token that no sample contains, which also replaces hidden ones: it reads each sample as if it were alone.
+    Without a pad token, by which it finds the last token of a sample, it accepts a single sample. In this context it
+    has a pad token that no sample contains and that replaces hidden tokens, so that it reads each sample as if alone.
     """
     config = text_config(model)
     head = type(model).__name__.endswith("ForSequenceClassification") and "input_ids" in inputs
@@ -198,7 +198,8 @@ def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
 def check_usable(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
     """Check that a smaller model can be called as users do: with its cache, and to generate text.
 
-    The other passes of a run use no cache, so they do not show that the blocks are missing whose cache counts tokens.
+    The other passes of a run use no cache, so they would not notice that the only blocks whose cache counts tokens were
+    removed.
 
     Raises:
         MoonshotError: a call fails that succeeds with the larger model.
@@ -230,7 +231,7 @@ def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's inputs, that of its first parameter."""
+    """The device of the model's first parameter, and so of its inputs."""
     return next(model.parameters()).device
 
 

@@ -59,7 +59,7 @@ class BlockRemoval:
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """A list of blocks that loses some."""
+    """A list of blocks from which some are removed."""
 
     name: str
     size: int
@@ -73,7 +73,7 @@ def remove_blocks(
 
     Args:
         model: unchanged.
-        blocks: the indices of the blocks to remove, in the order of `find_blocks`, which is that of the model.
+        blocks: the indices of the blocks to remove, in the model's order.
         inputs: for a forward pass of both models, in place of random tokens or pixels.
         copies: whether the smaller model has copies of the tensors; False shares them with a model that is not used
             any longer.
@@ -130,7 +130,7 @@ def skipping(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _stacks(model: nn.Module, blocks: Collection[int]) -> tuple[list[_Stack], tuple[str, ...]]:
-    """The lists that lose blocks, and the names of the removed blocks."""
+    """The lists from which blocks are removed, and the names of these blocks."""
     names = [name for name, _ in find_blocks(model)]
     wrong = [block for block in blocks if type(block) is not int or not 0 <= block < len(names)]
     hint = f"use indices from 0 to {len(names) - 1}"

@@ -159,7 +159,7 @@ def _downloaded(model: nn.Module, source: str, name: str) -> Path | None:
 def output_values(model: nn.Module, output: Any) -> Tensor:
     """The embeddings in a model's output, [B, D], else its last hidden state, [B, T, D].
 
-    Other shapes, such as those of feature maps, become [B, D].
+    Tensors of other shapes, such as feature maps, become [B, D].
 
     Raises:
         MoonshotError: the output has neither.

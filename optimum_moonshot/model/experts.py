@@ -330,7 +330,7 @@ class _StandIn(Tensor):
 
 
 _SAME_LAYOUT = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}
-_CLASS: Any = Tensor  # whose properties have getters, unlike those of a tensor
+_CLASS: Any = Tensor  # properties of the class have getters
 _TRANSPOSES = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, Tensor.permute}
 _TRANSPOSES |= {_CLASS.T.__get__, _CLASS.mT.__get__}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}

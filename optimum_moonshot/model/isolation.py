@@ -15,7 +15,7 @@ from ..errors import require
 from ..torch_settings import shared, usual_settings
 from .calls import CALL, calling, model_device
 
-# Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
+# Modules whose wrappers around a forward are removed; functools.wraps gives a wrapper the name of what it wraps.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
 _ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers, without those inside it
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given

@@ -38,7 +38,7 @@ from ..objective.patterns import nonzeros
 from .offload import mark_written
 
 WEIGHT = "weight"  # the name of the parameter in a module with one matrix
-# The patches of a strip of a convolution take about this many bytes, and at least those of one output row.
+# Bytes of the patches of a strip of a convolution, unless a single output row has more.
 STRIP_BYTES = 64 * 2**20
 
 _Layer = TypeVar("_Layer", bound="PrunableLayer")
@@ -209,7 +209,7 @@ class LinearLayer(PrunableLayer):
     def _is_plain(self) -> bool:
         """Whether its forward is the kind's, or computes the same on a copy of the module with a tiny weight.
 
-        So the test works with offloaded weights, and leaves the module unchanged.
+        The copy makes the test work for offloaded weights, without a change of the module.
         """
         module = self.module
         if type(module).forward is self.kind.forward:

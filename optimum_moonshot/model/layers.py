@@ -103,7 +103,7 @@ class NamedParameter:
 
 
 def other_parameters(model: nn.Module, layers: Iterable[PrunableLayer]) -> list[nn.Parameter]:
-    """The parameters of a model that are not those of the layers; tied ones once."""
+    """The parameters of a model that belong to none of the layers; tied ones once."""
     pruned = {id(layer.parameter) for layer in layers}
     return [parameter for parameter in model.parameters() if id(parameter) not in pruned]
 
@@ -295,7 +295,7 @@ def _candidates(
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PrunableLayer | None]]:
     """Every possible layer: its name, the module, and the layer, None if the module has none.
 
-    A layer has the name of its module or, of fused experts, that of the parameter, without the suffix "weight".
+    A layer has the name of its module or, for fused experts, of the parameter, without the suffix "weight".
     """
     for name, module in model.named_modules():
         keys = expert_parameters(module)

@@ -46,8 +46,8 @@ class OutputLoss:
 
     At Ŵ the gradient of a squared change is zero, and its Hessian is the Gauss–Newton matrix JᵀJ of the output. One
     backward pass per sample estimates it: with random signs r, E[r rᵀ] = I, the gradient g = Jᵀ r of ⟨r, y⟩ has
-    E[g gᵀ] = JᵀJ. So the gradient of a result is that of ⟨r, y⟩, without the constant factor, while its value is ℓ_n,
-    or 0 unless the dense outputs were remembered. The signs follow from the seed and the sample's content.
+    E[g gᵀ] = JᵀJ. So the result has the gradient of ⟨r, y⟩, without the constant factor, while its value is ℓ_n, or 0
+    unless the dense outputs were remembered. The signs follow from the seed and the sample's content.
     """
 
     def __init__(self, model: nn.Module, seed: int):
@@ -198,7 +198,7 @@ def loss_gradient(
 
 @torch.no_grad()
 def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
-    """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
+    """ℓ_n of a batch's samples, [B] in float32; arguments as in `loss_gradient`."""
     loss = _applicable(loss, output, batch)
     if loss is not None:
         return _checked_losses(loss, output, batch).float()

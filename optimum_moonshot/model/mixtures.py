@@ -215,7 +215,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     understood = [trial for trial in trials if trial.chosen and not trial.reason]
     counts = {trial.mixture.count for trial in understood}
     unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
-    for trial in trials:  # all mixtures of one size lose experts together
+    for trial in trials:  # experts are removed from all mixtures of one size together
         supported = trial in understood or trial.mixture.count not in (counts or {trial.mixture.count})
         require(supported, trial.reason or f"{trial.mixture.name}: {unreached}")
     sizes = " and ".join(map(str, sorted(counts)))

@@ -71,7 +71,7 @@ def takes_images(model: nn.Module) -> bool:
 def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """A model's tokenizer; None if there is none, as for image models.
 
-    `name_or_path` is a folder or a Hub repository, `options` are those of `from_pretrained`, also in `load_processor`.
+    `name_or_path` is a folder or a Hub repository; `options` are passed to `from_pretrained`, also in `load_processor`.
     Raises `MoonshotError` if the folder has a tokenizer that cannot be loaded.
     """
     try:
@@ -146,5 +146,5 @@ def on_meta_device(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreT
 
 
 def last_line(error: Exception) -> str:
-    """The last line of an error, which is the reason in those of configurations."""
+    """The last line of an error, which has the reason in errors of configurations."""
     return str(error).strip().rpartition("\n")[2].strip()

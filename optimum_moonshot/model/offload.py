@@ -5,8 +5,8 @@ decides what that loads, so calibration, solvers and recovery need not know whet
 or on the device.
 
 `from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
-call of the module and offloads them after it. `Offloaded.onloaded` loads those of a whole block at once and disables
-the hooks meanwhile.
+call of the module and offloads them after it. `Offloaded.onloaded` loads the weights of a whole block at once and
+disables the hooks until its end.
 
 Write-back is explicit: a weight is stored on exit if `mark_written` declared it, and dropped otherwise. Stored weights
 shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their zeros allow. The
@@ -280,7 +280,7 @@ def is_offloaded(model: nn.Module) -> bool:
 def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of a module without the hooks that load weights, and without the weights.
 
-    `memo` is that of `copy.deepcopy`, with replacements for the tensors.
+    `memo` is the argument of `copy.deepcopy`, with replacements for the tensors.
     """
     if not is_offloaded(module):
         return copy.deepcopy(module, memo)

@@ -71,7 +71,7 @@ class SourceFiles:
 
 
 def unprefixed(source: Any, key: str) -> tuple[Any, str]:
-    """The table behind accelerate's maps with prefixes, and the name of a weight in it."""
+    """The table that accelerate's maps with prefixes read from, and the name of a weight in it."""
     while hasattr(source, "dataset"):
         source, key = source.dataset, source.prefix + key
     return source, key

@@ -3,8 +3,8 @@
 They are probed, without a table of model names. The output of every linear layer of a decoder layer is replaced by
 random values, and automatic differentiation shows which of these reach which input column of which layer without
 passing through another linear layer. The columns of ``down_proj`` depend on one row of ``gate_proj`` and ``up_proj``
-each; those of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused and interleaved
-projections need no special case. A group is the smallest set of consecutive columns that can be removed: under
+each, the columns of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused projections,
+interleaved or not, need no special case. A group is the smallest set of consecutive columns that can be removed: under
 grouped-query attention a key-value head with all of its query heads; if one key-value head serves every query head, it
 stays and query heads are removed.
 """
@@ -95,8 +95,8 @@ def structured_patterns(
 ) -> tuple[Structure, dict[str, Structured], list[str]]:
     """The layers to prune in a structured run, a pattern for each, and notes for the user.
 
-    Neurons are removed ``pattern.group`` at a time, heads always one by one. If the user has `chosen` the layers, also
-    those without neurons or heads lose columns, which remain as zeros; otherwise they stay dense.
+    Neurons are removed ``pattern.group`` at a time, heads always one by one. If the user has `chosen` the layers,
+    columns of layers without neurons or heads are set to zero as well; otherwise these layers stay dense.
     """
     groups, unused = find_structured_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
@@ -128,7 +128,7 @@ def structured_patterns(
 
 
 def probe_inputs(model: nn.Module) -> Batch:
-    """A small random batch that a text or image model runs on; `MoonshotError` if the model reads something else."""
+    """A small random batch for a text or image model; `MoonshotError` for other models."""
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", "input_ids")
@@ -177,7 +177,7 @@ def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: i
     def reached(columns: Tensor) -> Tensor:
         return _reached(inputs, [cotangent * columns.to(cotangent.device) for cotangent in cotangents], leaves)
 
-    sizes = [size for size in range(1, width // 2 + 1) if width % size == 0]  # that leave two groups or more
+    sizes = [size for size in range(1, width // 2 + 1) if width % size == 0]  # two groups or more
     if likely and width % likely == 0:
         sizes.insert(0, likely)
     for size in sizes:
@@ -208,7 +208,7 @@ def _served(group_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -
 
     Two probes per binary digit of the group's index, the columns of the groups with and without that digit, decide for
     all channels at once: a channel that reaches two groups is in both probes of a digit in which they differ.
-    `reached` maps a bool mask of columns [d_in] to that of the channels of all layers that reach them.
+    `reached` maps a bool mask of columns [d_in] to a mask of the channels of all layers that reach them.
     """
     digits = range((count - 1).bit_length())
     single = every = silent = torch.tensor(True)

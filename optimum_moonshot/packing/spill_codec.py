@@ -26,7 +26,7 @@ def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are those of the stored tensors.
+    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are the names of the stored tensors.
 
     Raises:
         MoonshotError: a tensor is missing, or they do not have this shape.
