@@ -7,10 +7,11 @@ all tokens once per expert, [E·T, H], already weighted, and returns the contrib
 two a module does, and checks the sum; names of families are not used.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +64,9 @@ class Mixture:
         routes = routing(args, kwargs)
         whole = isinstance(output, Tensor) and output.ndim == 2
         if whole and routes is not None:
-            index, weights = routes
-            hidden = [tensor for tensor in tensors if tensor is not index and tensor is not weights]
-            if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(index) == len(output):
-                return RoutedCall(self, args, kwargs, hidden[0], index, weights, output)
+            hidden = [tensor for tensor in tensors if all(tensor is not route for route in routes)]
+            if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(routes[0]) == len(output):
+                return RoutedCall(self, (args, kwargs), hidden[0], routes, output)
         if whole and len(tensors) == 1 and tensors[0].shape == output.shape and len(output) % self.count == 0:
             return RepeatedCall(self, tensors[0].detach(), output.detach())
         message = f"the arguments of {type(self.module).__name__} do not show which token it sends to which expert"
@@ -81,55 +81,56 @@ class Piece(NamedTuple):
     slopes: Tensor | None  # <∂ℓ/∂y_t, c_e(t)>  [t, k]; None without gradients
 
 
-class MixtureCall(Protocol):
+class MixtureCall(ABC):
     """One call of a module of experts."""
 
-    @property
-    def chosen(self) -> int:
-        """The largest number of experts of a token."""
+    mixture: Mixture
+    experts: Tensor  # int64 [T, k], as in `Piece`
+    chosen: int  # the largest number of experts of a token
+    output: Tensor
 
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
         """All contributions, in pieces of `room` bytes; `delta` is the gradient at the output, [T, H] or [E·T, H]."""
+        tokens, choices = self.experts.shape
+        together = max(1, room // (choices * (8 * self.output.shape[-1] + 16 * self.mixture.count)))
+        delta = None if delta is None else self._by_token(delta)
+        for first in range(0, tokens, together):
+            some = slice(first, first + together)
+            parts = self._contributions(some).float()
+            slopes = None if delta is None else (parts * delta[some].float()).sum(2)
+            yield Piece(self.experts[some], parts, slopes)
 
+    @abstractmethod
     def equivalent(self) -> Tensor | None:
         """Another output that is equivalent if only the sum of a token's contributions matters.
 
         None if the module returned that sum; raises `MoonshotError` if it returned something else.
         """
 
+    @abstractmethod
+    def _contributions(self, tokens: slice) -> Tensor:
+        """The contributions to some tokens, [t, k, H]."""
 
-@dataclass(eq=False)
-class RoutedCall:
+    @abstractmethod
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        """A tensor in the layout of the output as [T, 1, H] or [T, E, H]."""
+
+
+class RoutedCall(MixtureCall):
     """A call with the tokens [T, H] and the indices and weights of every token's experts, [T, k].
 
     Raises `MoonshotError` for an index beyond the last expert, such as a null choice.
     """
 
-    mixture: Mixture
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden: Tensor
-    index: Tensor
-    weights: Tensor
-    output: Tensor
-
-    def __post_init__(self) -> None:
-        name, count = self.mixture.name, self.mixture.count
-        require(bool((self.index < count).all()), f"{name}: its router has more choices than its {count} experts")
-        self.output = self.output.detach()
-        self.tokens = self.hidden.detach().clone()  # the model may write to its tensor before the backward pass
-
-    @property
-    def chosen(self) -> int:
-        return self.index.shape[1]
-
-    def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
-        together = max(1, room // (self.chosen * (8 * self.tokens.shape[1] + 16 * self.mixture.count)))
-        for first in range(0, len(self.tokens), together):
-            tokens = slice(first, first + together)
-            parts = self._parts(tokens).float()
-            slopes = None if delta is None else (parts * delta[tokens, None].float()).sum(2)
-            yield Piece(self.index[tokens], parts, slopes)
+    def __init__(
+        self, mixture: Mixture, arguments: Arguments, hidden: Tensor, routes: tuple[Tensor, Tensor], output: Tensor
+    ):
+        self.mixture, self.arguments, self.hidden, self.output = mixture, arguments, hidden, output.detach()
+        self.experts, self.weights = routes
+        self.chosen = self.experts.shape[1]
+        within = bool((self.experts < mixture.count).all())
+        require(within, f"{mixture.name}: its router has more choices than its {mixture.count} experts")
+        self.tokens = hidden.detach().clone()  # the model may write to its tensor before the backward pass
 
     def equivalent(self) -> None:
         try:
@@ -141,46 +142,37 @@ class RoutedCall:
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")
 
     @torch.no_grad()
-    def _parts(self, tokens: slice) -> Tensor:
-        """The contributions to some tokens, [t, k, H]: each choice is passed as a separate token."""
-        index, weights = (choices.detach()[tokens].reshape(-1, 1) for choices in (self.index, self.weights))
+    def _contributions(self, tokens: slice) -> Tensor:
+        """Each choice is passed as a separate token."""
+        index, weights = (choices.detach()[tokens].reshape(-1, 1) for choices in (self.experts, self.weights))
         alone = self.tokens[tokens].repeat_interleave(self.chosen, 0)
-        changes = (self.hidden, alone), (self.index, index), (self.weights, weights)
-        args, kwargs = with_others(self.args, self.kwargs, *changes)
+        changes = (self.hidden, alone), (self.experts, index), (self.weights, weights)
+        args, kwargs = with_others(*self.arguments, *changes)
         output = self.mixture.module.forward(*args, **kwargs)
         return output.unflatten(0, (-1, self.chosen))
 
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        return tensor[:, None]
 
-class RepeatedCall:
+
+class RepeatedCall(MixtureCall):
     """A call with all tokens once per expert, [E·T, H], as zeros where a token is not routed to the expert."""
 
     def __init__(self, mixture: Mixture, inputs: Tensor, output: Tensor):
-        self.mixture = mixture
-        self.sent = self._by_token(inputs).any(2)
-        self.output = self._by_token(output)
-
-    def _by_token(self, tensor: Tensor) -> Tensor:
-        """[T, E, H] of a tensor with the tokens of one expert after another."""
-        return tensor.unflatten(0, (self.mixture.count, -1)).transpose(0, 1)
-
-    @property
-    def chosen(self) -> int:
-        return int(self.sent.sum(1).max())
-
-    def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
-        count = self.mixture.count
-        together = max(1, room // (count * (8 * self.output.shape[2] + 16 * count)))
-        numbers = torch.arange(count, device=self.output.device)
-        by_token = None if delta is None else self._by_token(delta)
-        for first in range(0, len(self.output), together):
-            tokens = slice(first, first + together)
-            parts = self.output[tokens].float()
-            slopes = None if by_token is None else (parts * by_token[tokens].float()).sum(2)
-            yield Piece(torch.where(self.sent[tokens], numbers, count), parts, slopes)
+        self.mixture, self.output = mixture, output
+        sent = self._by_token(inputs).any(2)
+        self.experts = torch.where(sent, torch.arange(mixture.count, device=sent.device), mixture.count)
+        self.chosen = int(sent.sum(1).max())
 
     def equivalent(self) -> Tensor:
-        mean = self.output.mean(1, keepdim=True).expand_as(self.output)
-        return mean.transpose(0, 1).flatten(0, 1)
+        mean = self._by_token(self.output).mean(1, keepdim=True)
+        return mean.expand(-1, self.mixture.count, -1).transpose(0, 1).flatten(0, 1)
+
+    def _contributions(self, tokens: slice) -> Tensor:
+        return self._by_token(self.output)[tokens]
+
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (self.mixture.count, -1)).transpose(0, 1)
 
 
 @dataclass(frozen=True)
