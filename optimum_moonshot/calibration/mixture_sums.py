@@ -17,6 +17,7 @@ from torch.nn.functional import one_hot
 
 from ..distributed.ranks import Ranks
 from ..errors import MoonshotError, Option, Text, require
+from ..model.calls import hook_gradient
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
 from .statistic import NOT_FINITE
@@ -123,17 +124,13 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         if not self.gradients or not torch.is_grad_enabled():
             sums.add(call, None)
             return None
-        begins = not output.requires_grad
-        if begins:  # a clone, since the model may change it in place, which a leaf does not allow
-            output = output.detach().requires_grad_(True).clone()
         sums.waiting.append(call)
 
         def add(delta: Tensor) -> None:
             sums.waiting.remove(call)
             sums.add(call, delta)
 
-        output.register_hook(add)
-        return output if begins else None
+        return hook_gradient(output, add)
 
 
 def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:

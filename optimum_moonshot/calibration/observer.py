@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NO_BACKWARD, MoonshotError, Text, naming, require
+from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
@@ -327,12 +328,8 @@ class Observer(AbstractContextManager["Observer"]):
         sums = self.gradients.get(layer.name)
         if sums is None or not torch.is_grad_enabled():
             return None
-        begins = not output.requires_grad
-        if begins:  # a clone, since an activation may change its input in place, which a leaf does not allow
-            output = output.detach().requires_grad_(True).clone()
         sums.pending += 1
-        output.register_hook(lambda delta: sums.add(call, delta))
-        return output if begins else None
+        return hook_gradient(output, lambda delta: sums.add(call, delta))
 
     def reached(self, layer: PrunableLayer) -> bool:
         """Whether a call of the layer was observed."""

@@ -89,6 +89,15 @@ def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Arguments]]
         yield calls
 
 
+def hook_gradient(output: Tensor, see: Callable[[Tensor], None]) -> Tensor | None:
+    """Pass the gradient at a module's output to a callback; a new output if the autograd graph begins with it."""
+    begins = not output.requires_grad
+    if begins:  # a clone, since an activation may change it in place, which a leaf does not allow
+        output = output.detach().requires_grad_(True).clone()
+    output.register_hook(see)
+    return output if begins else None
+
+
 def first_tensor(output: Any) -> Tensor:
     """The hidden state in a block's output."""
     return output if isinstance(output, Tensor) else output[0]
