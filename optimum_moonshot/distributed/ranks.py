@@ -65,7 +65,8 @@ class RunGroup:
 
     def __init__(self, name: str = "", kind: str = ""):
         self.rank, self.size, self.kind = dist.get_rank(), dist.get_world_size(), kind
-        self.store = dist.PrefixStore(f"optimum_moonshot/{name}", dist.distributed_c10d._get_default_store())
+        default = dist.distributed_c10d._get_default_store()
+        self.store = dist.distributed_c10d.PrefixStore(f"optimum_moonshot/{name}", default)
         self.nccl = "nccl" in str(dist.get_backend_config())
         self.group: dist.ProcessGroup | None = None
         self.collectives = 0  # in which this process has taken part

@@ -11,7 +11,7 @@ import sys
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Library:
             raise OSError(f"{path} was compiled for another release; install the package again")
         matrix = (c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p)
         quantized = (c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
-        signatures = {
+        signatures: dict[str, tuple[Any, ...]] = {
             "product": (*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int),
             "grouped": (*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int),
             "unpack": (*matrix, c_int64, c_int64, c_void_p, c_int),

@@ -100,7 +100,7 @@ class Bitmask(Codec):
         return torch.ops.moonshot.packed_product.default(inputs, values, meta, offsets, bias, window)
 
     def grouped(self, inputs: Tensor, counts: Tensor, parts: Parts, shape: Shape, plan: Plan | None = None) -> Tensor:
-        if torch.is_autocast_enabled(inputs.device.type):
+        if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
             return super().grouped(inputs, counts, parts, shape, plan)
         _, offsets = plan or _NO_PLAN
         outputs: Tensor = torch.ops.moonshot.packed_grouped.default(inputs, counts, *self._tensors(parts), offsets)

@@ -202,12 +202,12 @@ class _Matrix(NamedTuple):
 
     def groups(self, counts: Tensor, d_in: int) -> "Iterator[tuple[slice, _Matrix]]":
         """The rows of inputs of every group that has some, and its matrix."""
-        *tensors, bits, group = self.with_offsets(d_in)
-        d_out, first = len(self.scale) // len(counts), 0
+        offsets, d_out, first = self.with_offsets(d_in).offsets, len(self.scale) // len(counts), 0
         for number, count in enumerate(counts.tolist()):
             if count:
-                rows = select_rows(*tensors, number * d_out, (number + 1) * d_out)
-                yield slice(first, first + count), _Matrix(*rows, bits, group)
+                places = number * d_out, (number + 1) * d_out
+                rows = select_rows(self.codes, self.scale, self.meta, offsets, *places)
+                yield slice(first, first + count), _Matrix(*rows, self.bits, self.group)
                 first += count
 
     def tiles(self, d_in: int) -> Iterator[tuple[slice, Tensor]]:
