@@ -17,7 +17,7 @@ from torch import Tensor
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
 from ..objective.row_slices import row_slices
-from .statistic import GradientStatistic, InputStatistic, Small, Stacked, Summed
+from .statistic import GradientStatistic, InputStatistic, Merger
 from .storage import Storage
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
@@ -148,12 +148,10 @@ class Samples(RowGradients):
     def begin(self, first: int, count: int) -> None:
         self.window = self.value[first : first + count]
 
-    def partial(self) -> Stacked:
+    def merge(self, merger: Merger) -> None:
         what = f"{self.layer.name}: gradients"
-        return Stacked(self.value, self.samples, lambda shape: self.storage.empty(shape, torch.float32, what))
-
-    def combine(self, merged: Tensor) -> None:
-        self.value, self.window = merged, merged[:0]
+        self.value = merger.stacked(self.value, lambda shape: self.storage.empty(shape, torch.float32, what))
+        self.window = self.value[:0]
 
     def result(self) -> SampleGradients:
         return SampleGradients(self.value)
@@ -186,11 +184,8 @@ class Squares(GradientStatistic):
             self.by_group[groups] += squares.to(self.value.device)
         self.sums.clear()
 
-    def partial(self) -> Summed:
-        return Summed(self.value)
-
-    def combine(self, merged: Tensor) -> None:
-        self.value = merged
+    def merge(self, merger: Merger) -> None:
+        self.value = merger.summed(self.value)
 
     def result(self) -> Tensor:
         return self.value
@@ -230,12 +225,9 @@ class RowMatrices(RowGradients):
         self.staged.zero_()
         self.used = 0
 
-    def partial(self) -> Summed:
+    def merge(self, merger: Merger) -> None:
         self._flush()
-        return Summed(self.matrices)
-
-    def combine(self, merged: Tensor) -> None:
-        self.matrices = merged
+        self.matrices = merger.summed(self.matrices)
 
     def result(self) -> FisherMatrices:
         self._flush()
@@ -264,11 +256,9 @@ class LayerTotals(RowGradients):
             self.squares += float(gradient.double().square().mean())
         self.window = self.weight[:0]
 
-    def partial(self) -> Small:
-        return Small((self.fisher, self.squares))
-
-    def combine(self, merged: Sequence[tuple[float, float]]) -> None:
-        self.fisher, self.squares = (sum(values) for values in zip(*merged, strict=True))
+    def merge(self, merger: Merger) -> None:
+        totals = merger.values((self.fisher, self.squares))
+        self.fisher, self.squares = (sum(values) for values in zip(*totals, strict=True))
 
     def result(self) -> tuple[float, float]:
         return self.fisher, self.squares

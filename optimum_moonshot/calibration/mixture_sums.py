@@ -1,9 +1,9 @@
-"""Statistics of mixtures of experts: C and B of the two objectives, and those of the baselines.
+"""Statistics of mixtures of experts: C and B of the two objectives, and the sums of the baselines.
 
     C_ef = Σ_t <c_e(t), c_f(t)>        B_en = Σ_{t in sample n} <∂ℓ_n/∂y_t, c_e(t)>
 
 A token has k of the E experts, so its contribution to C is a k × k matrix of inner products, which a product with the
-choices (0 and 1, [k, E]) scatters: no sum depends on the scheduling of threads, as that of an indexed addition would.
+choices (0 and 1, [k, E]) scatters: unlike in an indexed addition, no sum depends on the scheduling of threads.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ..distributed.ranks import Ranks
 from ..errors import MoonshotError, Option, Text, require
+from ..model.calls import hook_gradient
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
 from .statistic import NOT_FINITE
@@ -102,7 +104,7 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         self._hooks.close()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Begin a batch, as `Observer.begin`.
+        """Begin a batch, like `Observer.begin`.
 
         Raises:
             MoonshotError: the experts' inputs do not show the sample or the padding that they belong to.
@@ -122,14 +124,20 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         if not self.gradients or not torch.is_grad_enabled():
             sums.add(call, None)
             return None
-        begins = not output.requires_grad
-        if begins:  # a clone, since the model may change it in place, which a leaf does not allow
-            output = output.detach().requires_grad_(True).clone()
         sums.waiting.append(call)
 
         def add(delta: Tensor) -> None:
             sums.waiting.remove(call)
             sums.add(call, delta)
 
-        output.register_hook(add)
-        return output if begins else None
+        return hook_gradient(output, add)
+
+
+def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:
+    """Merge the statistics of mixtures, each from the samples of one process."""
+    for sums in observer.sums.values():
+        for total in (sums.gram, sums.norms, sums.tokens):
+            ranks.all_reduce(total)
+        if sums.gradients is not None:
+            shard, sums.gradients = sums.gradients, sums.gradients.new_empty(sums.samples, sums.mixture.count)
+            ranks.gather_rows(shard, sums.gradients, ranks.all_gather_object(len(shard)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NO_BACKWARD, MoonshotError, Text, naming, require
+from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
@@ -40,7 +41,7 @@ class LayerStatistics:
     """The statistics of a layer's objective: Σ x xᵀ and the Fisher term of its rows or, diagonal, Σ x² and Σ_n A_n².
 
     Inputs are [d_in, d_in] or [d_in], with groups in front if there are several. Gradients are a `Fisher`, or
-    [d_out, d_in] where diagonal; None at λ = 1. They may be those of some rows.
+    [d_out, d_in] where diagonal; None at λ = 1. They may have some of the rows only.
     """
 
     inputs: Tensor
@@ -55,19 +56,17 @@ class LayerStatistics:
 
     def groups(self, count: int) -> Iterator["LayerStatistics"]:
         """The statistics of each of `count` groups of rows alone, where every group is a separate matrix."""
-        size, shared = 0, self.inputs.ndim == (1 if self.diagonal else 2)  # one G for all, as without data
-        if self.gradients is not None:
-            size = (len(self.gradients) if isinstance(self.gradients, Tensor) else self.gradients.count) // count
+        shared = self.inputs.ndim == (1 if self.diagonal else 2)  # one G for all, as without data
         for index in range(count):
-            rows, gradients = slice(index * size, (index + 1) * size), self.gradients
-            tokens = None if self.tokens is None else self.tokens[index : index + 1]
+            inputs, gradients = self.inputs if shared else self.inputs[index], self.gradients
             if index in self.unknown:
-                zeros = torch.zeros_like(self.inputs[index])
-                yield replace(self, inputs=zeros, gradients=None, extra={}, unknown=frozenset(), tokens=tokens)
-                continue
-            if gradients is not None:
-                gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
-            inputs = self.inputs if shared else self.inputs[index]
+                inputs, gradients = torch.zeros_like(self.inputs[index]), None
+            elif isinstance(gradients, Tensor):
+                gradients = gradients.unflatten(0, (count, -1))[index]
+            elif gradients is not None:
+                size = gradients.count // count
+                gradients = gradients.part(slice(index * size, (index + 1) * size))
+            tokens = None if self.tokens is None else self.tokens[index : index + 1]
             yield replace(self, inputs=inputs, gradients=gradients, extra={}, unknown=frozenset(), tokens=tokens)
 
     def objective(
@@ -76,7 +75,7 @@ class LayerStatistics:
         """The layer's quadratic at its weight [d_out, d_in], as a whole or for column blocks; `alive` as in `build`."""
         gradients = self.gradients if lam < 1 else None
         if self.diagonal:
-            # They may be in host memory, and are no larger than the weight.
+            # The statistics may be in host memory, and are no larger than the weight.
             assert not isinstance(gradients, Fisher)
             inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
             return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, self.limit, alive)
@@ -86,7 +85,7 @@ class LayerStatistics:
     def layer_objective(
         self, weight: Tensor, lam: float, column_block: int | None = None, alive: Tensor | None = None
     ) -> Quadratic:
-        """`objective` without gradients, with the `totals` that were collected with those of some rows."""
+        """The `objective` without gradients, with the `totals` collected beside the gradients of some rows."""
         assert self.totals is not None
         totals = Totals(reconstruction(weight, self.inputs, column_block), *self.totals, self.samples)
         return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, self.limit, alive)
@@ -115,13 +114,13 @@ class SharedSums:
     def add(self, call: LayerCall) -> None:
         for inputs in call.called.tokens(call.inputs, call.mask):
             for statistic in self.statistics.values():
-                statistic.add(inputs, call.called.part)
+                statistic.add(inputs, call.called.called_groups)
 
 
 class InputSums:
     """The statistics of all layers' inputs, shared by layers that read the same tensors in the same way if `share`.
 
-    A batch's inputs then live until its end, for their addresses to identify them. Other arguments as for `Observer`.
+    A batch's inputs then live until its end, so that their addresses identify them. Other arguments as in `Observer`.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class InputSums:
         name, inputs = call.layer.name, call.inputs
         if not inputs.numel():
             return  # its address would not identify it
-        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.reads)
+        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.input_key)
         if name not in self.of_layer:
             other = self.by_key.get(key)
             self.of_layer[name] = other if other and other.first else self._make(call.layer, inputs.device)
@@ -202,29 +201,10 @@ class InputSums:
 
 
 class GradientSums:
-    """The statistics of a layer's gradients; arguments as for `Observer`."""
+    """The statistics of a layer's gradients, by class; the gradients of its objective are under `GradientStatistic`."""
 
-    def __init__(
-        self,
-        layer: PrunableLayer,
-        diagonal: bool,
-        samples: int,
-        storage: Storage,
-        plan: GradientPlan,
-        kinds: Iterable[type[GradientStatistic]],
-        here: int | None,
-    ):
-        self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
-        self.gradients: GradientStatistic | None = None
-        if diagonal and not plan.nothing:
-            self.gradients = Squares(layer, storage)
-        elif not plan.nothing:
-            compressed = plan.column_block is not None
-            of_rows = RowMatrices if compressed else partial(Samples, here=here)
-            self.gradients = of_rows(layer, samples, storage, plan)
-        self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
-        needed = (each for each in (self.gradients, self.totals) if each is not None)
-        self.statistics: list[GradientStatistic] = [*needed, *self.extra.values()]
+    def __init__(self, statistics: dict[type, GradientStatistic]):
+        self.statistics = statistics
         self.pending = 0  # calls of this batch without a gradient yet
 
     def add(self, call: LayerCall, delta: Tensor) -> None:
@@ -240,9 +220,9 @@ class GradientSums:
             hint=Text("use inplace=False, or {}", NO_BACKWARD),
         )
         with naming(call.layer.name):
-            for inputs, part, last in call.called.pairs(call.inputs, delta, call.mask, call.samples):
-                for statistic in self.statistics:
-                    statistic.add(inputs, part, last and self.pending == 0, call.called.part)
+            for inputs, piece, last in call.called.pairs(call.inputs, delta, call.mask, call.samples):
+                for statistic in self.statistics.values():
+                    statistic.add(inputs, piece, last and self.pending == 0, call.called.called_groups)
 
 
 class Observer(AbstractContextManager["Observer"]):
@@ -257,9 +237,9 @@ class Observer(AbstractContextManager["Observer"]):
         with_gradients: names of the layers with gradient statistics; the caller runs backward passes.
         samples: N, calibration samples in all.
         storage: allocates the statistics.
-        plans: the statistics of the gradients of layers, by name; the others' gradients are stored.
+        plans: the statistics of the gradients of layers, by name; the gradients of other layers are stored.
         share: layers that read the same tensor have one Gram matrix; a batch's inputs then live until its end.
-        extra: further statistics, of all layers, or of those with gradients where they need them.
+        extra: further statistics, of all layers, or of the layers with gradients where they need gradients.
         here: the samples of this process, if several share them; None is all.
         into: layer → memory for the sums over its inputs, of their shape; other layers have new memory.
     """
@@ -283,11 +263,8 @@ class Observer(AbstractContextManager["Observer"]):
         kinds: list[type[InputStatistic]] = [self.kind, *(kind for kind in extra if issubclass(kind, InputStatistic))]
         kinds += [TokenCounts] if any(layer.separate for layer in layers) else []
         self.inputs = InputSums(kinds, storage, share, into)
-        of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         self.gradients = {
-            layer.name: GradientSums(
-                layer, diagonal, samples, storage, (plans or {}).get(layer.name, GradientPlan()), of_gradients, here
-            )
+            layer.name: self._gradient_sums(layer, (plans or {}).get(layer.name, GradientPlan()), extra, storage, here)
             for layer in layers
             if layer.name in with_gradients
         }
@@ -296,10 +273,24 @@ class Observer(AbstractContextManager["Observer"]):
         self.watching = False  # between `begin` and `end`; calls outside of a batch do not count
         self._hooks = ExitStack()
 
+    def _gradient_sums(
+        self, layer: PrunableLayer, plan: GradientPlan, extra: Sequence[type], storage: Storage, here: int | None
+    ) -> GradientSums:
+        statistics: dict[type, GradientStatistic] = {}
+        if not plan.nothing and self.diagonal:
+            statistics[GradientStatistic] = Squares(layer, storage)
+        elif not plan.nothing and plan.column_block is not None:
+            statistics[GradientStatistic] = RowMatrices(layer, self.samples, storage, plan)
+        elif not plan.nothing:
+            statistics[GradientStatistic] = Samples(layer, self.samples, storage, plan, here)
+        if plan.totals is not None:
+            statistics[LayerTotals] = LayerTotals(layer, self.samples, plan.totals)
+        kinds = [kind for kind in extra if issubclass(kind, GradientStatistic)]
+        return GradientSums(statistics | {kind: kind(layer, self.samples, storage) for kind in kinds})
+
     def __enter__(self) -> "Observer":
         for layer in self.layers:
-            for module in layer.modules:
-                self._hooks.callback(layer.at(module).watch(partial(self._observe, layer)).remove)
+            self._hooks.enter_context(layer.watched(partial(self._observe, layer)))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -307,14 +298,14 @@ class Observer(AbstractContextManager["Observer"]):
         self.inputs.forget()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Begin a batch of B = `count` samples, the `first` of them by its index among those of this process.
+        """Begin a batch of B = `count` samples, from index `first` among the samples of this process.
 
         `mask` is bool [B, T], True where a token counts; None where all do.
         """
         self.count, self.mask, self.watching = count, mask, True
         for sums in self.gradients.values():
             sums.pending = 0
-            for statistic in sums.statistics:
+            for statistic in sums.statistics.values():
                 statistic.begin(first, count)
 
     def end(self) -> None:
@@ -322,7 +313,7 @@ class Observer(AbstractContextManager["Observer"]):
         self.watching = False
         self.inputs.end()
         for sums in self.gradients.values():
-            for statistic in sums.statistics:
+            for statistic in sums.statistics.values():
                 statistic.end()
 
     def _observe(self, layer: PrunableLayer, called: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor | None:
@@ -337,12 +328,8 @@ class Observer(AbstractContextManager["Observer"]):
         sums = self.gradients.get(layer.name)
         if sums is None or not torch.is_grad_enabled():
             return None
-        begins = not output.requires_grad
-        if begins:  # a clone, since an activation may change its input in place, which a leaf does not allow
-            output = output.detach().requires_grad_(True).clone()
         sums.pending += 1
-        output.register_hook(lambda delta: sums.add(call, delta))
-        return output if begins else None
+        return hook_gradient(output, lambda delta: sums.add(call, delta))
 
     def reached(self, layer: PrunableLayer) -> bool:
         """Whether a call of the layer was observed."""
@@ -358,7 +345,7 @@ class Observer(AbstractContextManager["Observer"]):
         return self.inputs.of_layer[layer.name].statistics[TokenCounts].result()
 
     def sums(self, layer: PrunableLayer) -> Tensor:
-        """The present sums over a layer's inputs, which `take` will return: G or its diagonal, by group."""
+        """The current sums over a layer's inputs, which `take` will return: G or its diagonal, by group."""
         return self.inputs.of_layer[layer.name].statistics[self.kind].result()
 
     def take(self, layer: PrunableLayer) -> LayerStatistics:
@@ -371,19 +358,15 @@ class Observer(AbstractContextManager["Observer"]):
         if not self.reached(layer):
             hint = Text("add its name to {} to skip it", "ignore")
             raise MoonshotError(f"{name}: no calibration data reached this layer", hint=hint)
-        statistics, sums = dict(self.inputs.of_layer.pop(name).statistics), self.gradients.pop(name, None)
-        inputs = statistics.pop(self.kind).result()
+        statistics: dict[type, InputStatistic | GradientStatistic] = {**self.inputs.of_layer.pop(name).statistics}
+        if name in self.gradients:
+            statistics |= self.gradients.pop(name).statistics
+        results: dict[type, Any] = {kind: statistic.result() for kind, statistic in statistics.items()}
+        inputs, gradients = results.pop(self.kind), results.pop(GradientStatistic, None)
         finite = all_finite(inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1))
         require(finite, f"{name}: its inputs (activations) hold NaN or infinite values", hint=NOT_FINITE)
-        tokens = statistics.pop(TokenCounts).result() if TokenCounts in statistics else None
-        extra = {kind: statistic.result() for kind, statistic in statistics.items()}
-        result = LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra, tokens=tokens)
-        if sums is None:
-            return result
-        result.totals = None if sums.totals is None else sums.totals.result()
-        if sums.gradients is not None:
-            result.gradients = gradients = sums.gradients.result()
+        if gradients is not None:
             finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
             require(finite, f"{name}: its gradients hold NaN or infinite values", hint=NOT_FINITE)
-        extra |= {kind: statistic.result() for kind, statistic in sums.extra.items()}
-        return result
+        tokens, totals = results.pop(TokenCounts, None), results.pop(LayerTotals, None)
+        return LayerStatistics(inputs, gradients, self.samples, self.diagonal, totals, results, tokens=tokens)

@@ -1,9 +1,9 @@
 """Detects layers whose inputs do not show which sample they belong to.
 
-Gradients are collected sample by sample, and padding counts in no statistic, so the samples must be recognisable on the
-first axis of a layer's inputs. Most layers read [samples, tokens, features]. Others read tokens first, tensors that all
-samples share (tables of relative positions), the tokens of one expert, or the patches of all images in one row. Shapes
-alone do not distinguish these, so the calls with two samples are compared with those of the second sample alone.
+Gradients are collected sample by sample, and statistics exclude padding, so the samples must be on the first axis of a
+layer's inputs. Most inputs are [samples, tokens, features]. Others have tokens first, are shared by all samples (tables
+of relative positions), or are the tokens of one expert, or the patches of all images in one row. Shapes alone do not
+distinguish these, so the calls with two samples are compared with the calls with the second sample alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Ba
     The model is in evaluation mode, with its weights onloaded while it is called.
     """
     both, second = (
-        calls_seen(layers, token_mask(each), batch_size(each), partial(run_model, model, each))
-        for each in (batch, take(batch, 1, 2))
+        calls_seen(layers, token_mask(samples), batch_size(samples), partial(run_model, model, samples))
+        for samples in (batch, take(batch, 1, 2))
     )
     return unlike(layers, both, second)
 
@@ -42,8 +42,8 @@ def unlike(layers: Sequence[PrunableLayer], both: Calls, second: Calls) -> list[
     for layer in layers:
         calls, alone = both[layer.name], second[layer.name]
         pairs = [(two, one) for two, one in zip(calls, alone, strict=False) if two is not None and one is not None]
-        shown = len(pairs) == len(calls) == len(alone)
-        if not shown or not all(len(two) == 2 * len(one) and close(two[len(one) :], one) for two, one in pairs):
+        complete = len(pairs) == len(calls) == len(alone)
+        if not complete or not all(len(two) == 2 * len(one) and close(two[len(one) :], one) for two, one in pairs):
             names.append(layer.name)
     return names
 
@@ -67,7 +67,6 @@ def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: in
 
     with ExitStack() as stack:
         for layer in layers:
-            for module in layer.modules:
-                stack.callback(layer.at(module).watch(partial(see, layer.name)).remove)
+            stack.enter_context(layer.watched(partial(see, layer.name)))
         run()
     return calls

@@ -2,8 +2,8 @@
 
 The hooks of `Observer` convert every call of a layer to the normal form of model/layer_kinds.py and pass it to the
 statistics in pieces. An `InputStatistic` needs the inputs only, and is shared by the layers that read the same tensor;
-a `GradientStatistic` needs the output gradients too. merging.py merges the partial results of several processes. To add
-a statistic, write a class, and pass it to the observer:
+a `GradientStatistic` needs the output gradients too. merging.py merges the results of several processes. To add a
+statistic, write a class, and pass it to the observer:
 
     Observer(layers, …, extra=(InputMean,))
 
@@ -13,47 +13,67 @@ Its result is then ``observer.take(layer).extra[InputMean]``.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import MoonshotError
+from ..distributed.ranks import Ranks
+from ..errors import MoonshotError, require
 from ..model.layers import PrunableLayer
 from .storage import Storage
 
+Value = TypeVar("Value")
+# The only process that needs a layer's statistics; or the rows that each process needs, by rank; None is all processes.
+Owner = int | tuple[slice, ...] | None
 NOT_FINITE = "check the model's weights and dtype (float16 overflows; use bfloat16)"  # a hint
 _NOT_MERGED = "it has no `{}`, so that several processes cannot share the data: write one, or use one process"
 
 
 @dataclass(frozen=True)
-class Summed:
-    """A partial result that adds up over the processes; its first axis has the layer's rows, or k for each."""
+class Merger:
+    """Merges the results of several processes, each from some of the samples, into what this process needs."""
 
-    tensor: Tensor
+    ranks: Ranks
+    owner: Owner
+    sizes: Sequence[int]  # number of samples of each process
 
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes; the first axis has the layer's rows, or k for each."""
+        if not isinstance(self.owner, tuple):
+            self.ranks.all_reduce(tensor, self.owner)
+            return tensor
+        per_row = len(tensor) // self.owner[-1].stop
+        slices = [slice(per_row * rows.start, per_row * rows.stop) for rows in self.owner]
+        for rank, rows in enumerate(slices):
+            self.ranks.all_reduce(tensor[rows], rank)
+        return tensor[slices[self.ranks.rank]].clone()
 
-@dataclass(frozen=True)
-class Stacked:
-    """A partial result with one entry per sample, [n, rows, …] of the n samples of this process."""
+    def stacked(self, tensor: Tensor, empty: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """The samples of all processes, [N, rows, …], of tensors [n, rows, …]; `empty` allocates it by its shape."""
+        samples, rank = sum(self.sizes), self.ranks.rank
+        if isinstance(self.owner, tuple):
+            whole = empty((samples, *tensor[:, self.owner[rank]].shape[1:]))
+            self.ranks.all_to_all([tensor[:, rows] for rows in self.owner], whole, self.sizes)
+            return whole
+        if self.owner not in (None, rank):
+            self.ranks.gather_rows(tensor, None, self.sizes, self.owner)
+            return tensor
+        whole = empty((samples, *tensor.shape[1:]))
+        self.ranks.gather_rows(tensor, whole, self.sizes, self.owner)
+        return whole
 
-    tensor: Tensor
-    samples: int  # N, of all processes
-    empty: Callable[[tuple[int, ...]], Tensor]  # allocates the result, by its shape
-
-
-@dataclass(frozen=True)
-class Small:
-    """A partial result that all processes exchange, by rank: any value that `pickle` takes."""
-
-    value: Any
+    def values(self, value: Value) -> list[Value]:
+        """The values of all processes, by rank; small, and picklable."""
+        require(not isinstance(self.owner, tuple), "a statistic of a whole layer cannot be divided by rows")
+        return self.ranks.all_gather_object(value)
 
 
 class InputStatistic(ABC):
     """A statistic of a layer's inputs, over all tokens except padding.
 
     Args:
-        layer: the first of those that share it; all have its groups and its d_in.
+        layer: the first of the layers that share it; all have its groups and its d_in.
         storage: allocates large tensors.
         device: of the inputs.
     """
@@ -117,20 +137,16 @@ class GradientStatistic(ABC):
     def end(self) -> None:  # noqa: B027 optional
         """End the batch."""
 
-    def partial(self) -> Summed | Stacked | Small:
-        """The result of this process's samples.
+    def merge(self, merger: Merger) -> None:
+        """Replace the result of this process's samples by the result of all samples.
+
+        Args:
+            merger: sums tensors, stacks them, or collects values over all processes.
 
         Raises:
             MoonshotError: this statistic cannot be merged.
         """
-        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED.format('partial')}")
-
-    def combine(self, merged: Any) -> None:  # noqa: B027 optional
-        """Replace the partial result by that of all processes.
-
-        Args:
-            merged: the tensor of `Summed` or `Stacked` for all samples, perhaps of some rows; the values of `Small`.
-        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED.format('merge')}")
 
     @abstractmethod
     def result(self) -> Any:

@@ -28,9 +28,9 @@ MORE_MEMORY = Text(
 class Storage:
     """Allocates tensors within a budget, and counts them until they are garbage.
 
-    `max_memory` is the budget on the device in bytes; None is 60% of the `free` memory there, of which None measures
-    it. Once 60% of the free host memory is used as well, tensors are memory-mapped files in `offload_dir`. These are
-    unlinked as soon as they are mapped, so a killed process leaves none behind.
+    `max_memory` is the budget on the device in bytes, by default 60% of the `free` memory there, which is measured if
+    it is None. Once 60% of the free host memory is used as well, tensors are memory-mapped files in `offload_dir`,
+    unlinked as soon as they are mapped, so that none remains of a killed process.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Storage:
         return len(self.limits) > 1 or self.offload_dir is not None
 
     def place(self, size: int, cache: bool = False) -> torch.device | None:
-        """The first device with `size` bytes left, of which caches may have a lower limit; None if only disk is."""
+        """The first device with `size` bytes left, or None if only disk has; caches may have a lower limit."""
         full = cache and self.caches is not None and self.cached + size > self.caches
         places = [place for place in self.limits if not (full and place == self.device)]
         return next((place for place in places if self.used[place] + size <= self.limits[place]), None)

@@ -18,7 +18,7 @@ from ..devices import trim_host_memory
 from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
-from ..model.offload import visiting
+from ..model.offload import offloaded_from
 from ..packing import INPUTS, PackedLayer
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
@@ -177,7 +177,7 @@ def to_save(model: nn.Module) -> Iterator[None]:
     sources = {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}
     try:
         _unsparse(model)
-        with _dense_shapes(model), visiting(model, sources):
+        with _dense_shapes(model), offloaded_from(model, sources):
             if packed:
                 note(model, chosen)
             yield

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from ..errors import MoonshotError, check_choice, check_path, require
 from ..model.model_info import load_processor, load_tokenizer
-from ..model.offload import hold_weights
+from ..model.offload import detach_from_files
 from .file_integrity import check_complete
 from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, find_checkpoint, repository
 from .meta_model import PLACES, load_config, meta_device_model, model_class, offload_folder, offload_map
@@ -82,7 +82,7 @@ def _load(
             with _without_offload_warning(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "You passed `quantization_config`")
                 loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
-            hold_weights(loaded[0])
+            detach_from_files(loaded[0])
             weakref.finalize(loaded[0], stack.pop_all().close)
         return loaded
     except MoonshotError:

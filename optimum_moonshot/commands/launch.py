@@ -46,9 +46,9 @@ def guard(
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
     if _several():  # the others end too, and one of them prints the errors of all
-        from ..distributed.ranks import leave
+        from ..distributed.ranks import exit_message
 
-        messages = leave(MoonshotError(message))
+        messages = exit_message(MoonshotError(message))
         message = "" if messages is None else "".join(messages)
     if message:
         print(f"error: {message}", file=sys.stderr)

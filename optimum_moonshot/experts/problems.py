@@ -5,8 +5,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from ..calibration.merging import merge_mixtures
-from ..calibration.mixture_sums import MixtureObserver, MixtureStatistics
+from ..calibration.mixture_sums import MixtureObserver, MixtureStatistics, merge_mixtures
 from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
 from ..model.mixtures import Mixture

@@ -1,7 +1,7 @@
 """The compiled library in this folder, called by ctypes: without torch's ABI, one build works with all its releases.
 
-It is compiled at installation for several instruction sets, of which it uses the fastest that the CPU supports. It runs
-on torch's OpenMP threads.
+It is compiled at installation for several instruction sets, and uses the fastest that the CPU supports, on torch's
+OpenMP threads.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import sys
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,36 +56,32 @@ class Library:
         functions = ctypes.CDLL(str(path))
         if not hasattr(functions, "moonshot_version") or functions.moonshot_version() != _VERSION:
             raise OSError(f"{path} was compiled for another release; install the package again")
-        self._product, self._unpack = functions.moonshot_product, functions.moonshot_unpack
-        self._offsets, self._use = functions.moonshot_offsets, functions.moonshot_use
-        self._name = functions.moonshot_set_name
         matrix = (c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p)
-        self._product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int]
-        self._unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
-        self._unpack.restype = None
-        self._grouped = functions.moonshot_grouped
-        self._grouped.argtypes = [*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int]
-        self._offsets.argtypes, self._offsets.restype = [c_int64, c_int64, c_void_p, c_void_p], None
-        self._quantized_product = functions.moonshot_quantized_product
-        self._quantized_unpack = functions.moonshot_quantized_unpack
-        self._quantized_offsets = functions.moonshot_quantized_offsets
         quantized = (c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
-        self._quantized_product.argtypes = [*quantized, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int]
-        self._quantized_grouped = functions.moonshot_quantized_grouped
-        self._quantized_grouped.argtypes = [*quantized, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int]
-        self._quantized_unpack.argtypes = [*quantized, c_int64, c_int64, c_void_p, c_int]
-        self._quantized_offsets.argtypes = [c_int, c_int64, c_int64, c_void_p, c_void_p]
-        self._quantized_unpack.restype = self._quantized_offsets.restype = None
-        self._quantized_pack = functions.moonshot_quantized_pack
-        self._quantized_pack.argtypes = [*quantized, c_void_p, c_int]
-        self._use.argtypes, self._name.argtypes, self._name.restype = [c_char_p], [c_int], c_char_p
+        signatures: dict[str, tuple[Any, ...]] = {
+            "product": (*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+            "grouped": (*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+            "unpack": (*matrix, c_int64, c_int64, c_void_p, c_int),
+            "offsets": (c_int64, c_int64, c_void_p, c_void_p),
+            "quantized_product": (*quantized, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int),
+            "quantized_grouped": (*quantized, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int),
+            "quantized_unpack": (*quantized, c_int64, c_int64, c_void_p, c_int),
+            "quantized_offsets": (c_int, c_int64, c_int64, c_void_p, c_void_p),
+            "quantized_pack": (*quantized, c_void_p, c_int),
+            "use": (c_char_p,),
+            "set_name": (c_int,),
+        }
+        self.functions = {name: functions[f"moonshot_{name}"] for name in signatures}
+        for name, types in signatures.items():
+            self.functions[name].argtypes = types
+        self.functions["set_name"].restype = c_char_p
         self.use(None)
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
         """The supported instruction sets, from slowest to fastest; "portable" is always the first."""
         names: list[str] = []
-        while name := self._name(len(names)):
+        while name := self.functions["set_name"](len(names)):
             names.append(name.decode())
         return tuple(names)
 
@@ -98,7 +94,7 @@ class Library:
         name = None if instruction_set is None else instruction_set.encode()
         available = self.instruction_sets
         usage = f"use one of {', '.join(available)}, or none for torch's dense product"
-        require(self._use(name) == 0, usage, field=_SWITCH, value=instruction_set)
+        require(self.functions["use"](name) == 0, usage, field=_SWITCH, value=instruction_set)
         self.instruction_set = instruction_set or available[-1]
         self.most_rows = 16 if self.instruction_set == available[0] else sys.maxsize
 
@@ -124,7 +120,7 @@ class Library:
         outputs = inputs.new_empty(rows, d_out)
         matrix = _matrix(values, meta, offsets, d_in)
         addresses = inputs.data_ptr(), rows, _address(bias), outputs.data_ptr()
-        if self._product(*matrix, *addresses, torch.get_num_threads()):
+        if self.functions["product"](*matrix, *addresses, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
 
@@ -134,26 +130,26 @@ class Library:
         """Products of groups of consecutive inputs with a group's matrix each; W is the stack of these matrices.
 
         `counts`, int64 [groups] and contiguous, are the rows of inputs of each group, at most `inputs` together. Writes
-        their `outputs` [rows, d_out / groups]; the rest as for `product`.
+        their `outputs` [rows, d_out / groups]; other arguments as in `product`.
 
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.
         """
         matrix = _matrix(values, meta, offsets, inputs.shape[1])
         addresses = counts.data_ptr(), inputs.data_ptr(), outputs.data_ptr()
-        if self._grouped(*matrix, len(counts), *addresses, torch.get_num_threads()):
+        if self.functions["grouped"](*matrix, len(counts), *addresses, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {inputs.shape[0]}×{inputs.shape[1]} inputs")
 
     def unpack(self, dense: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, first: int = 0) -> Tensor:
         """Unpack rows of W, from `first` on, to `dense` [rows, d_in], which is contiguous; returns it."""
         matrix = _matrix(values, meta, offsets, dense.shape[1])
-        self._unpack(*matrix, first, first + dense.shape[0], dense.data_ptr(), torch.get_num_threads())
+        self.functions["unpack"](*matrix, first, first + dense.shape[0], dense.data_ptr(), torch.get_num_threads())
         return dense
 
     def offsets(self, meta: Tensor, d_in: int) -> Tensor:
         """Index of the first value of each row, and the number of all values: int64 [d_out + 1]."""
         offsets = torch.empty(meta.shape[0] + 1, dtype=torch.int64, device="cpu")
-        self._offsets(meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
+        self.functions["offsets"](meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
         return offsets
 
     def quantized_product(
@@ -179,27 +175,27 @@ class Library:
         (rows, d_in), d_out = inputs.shape, matrix.shape[0]
         outputs = inputs.new_empty(rows, d_out)
         addresses = inputs.data_ptr(), rows, _address(bias), outputs.data_ptr()
-        if self._quantized_product(*_quantized(matrix), *addresses, wide, torch.get_num_threads()):
+        if self.functions["quantized_product"](*_quantized(matrix), *addresses, wide, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
 
     def quantized_grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, matrix: QuantizedMatrix, wide: bool = False
     ) -> None:
-        """As `grouped`, with a quantized matrix; inputs are rounded as in `quantized_product`, unless `wide`.
+        """Like `grouped`, but with a quantized matrix; inputs are rounded as in `quantized_product`, unless `wide`.
 
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.
         """
         addresses = counts.data_ptr(), inputs.data_ptr(), outputs.data_ptr()
         arguments = *_quantized(matrix), len(counts), *addresses, wide, torch.get_num_threads()
-        if self._quantized_grouped(*arguments):
+        if self.functions["quantized_grouped"](*arguments):
             raise MemoryError(f"no memory for a copy of {inputs.shape[0]}×{inputs.shape[1]} inputs")
 
     def quantized_unpack(self, dense: Tensor, matrix: QuantizedMatrix, first: int = 0) -> Tensor:
         """Unpack rows of W, from `first` on, to `dense` [rows, d_in], contiguous, in the scales' dtype; returns it."""
         last = first + dense.shape[0]
-        self._quantized_unpack(*_quantized(matrix), first, last, dense.data_ptr(), torch.get_num_threads())
+        self.functions["quantized_unpack"](*_quantized(matrix), first, last, dense.data_ptr(), torch.get_num_threads())
         return dense
 
     def quantized_pack(self, matrix: QuantizedMatrix, dense: Tensor) -> bool:
@@ -208,12 +204,12 @@ class Library:
         Returns:
             Whether `dense` is on the grid; if it is not, only a part is written.
         """
-        return not self._quantized_pack(*_quantized(matrix), dense.data_ptr(), torch.get_num_threads())
+        return not self.functions["quantized_pack"](*_quantized(matrix), dense.data_ptr(), torch.get_num_threads())
 
     def quantized_offsets(self, bits: int, meta: Tensor, d_in: int) -> Tensor:
         """Index of the first byte of codes of each row, and the number of all bytes: int64 [d_out + 1]."""
         offsets = torch.empty(meta.shape[0] + 1, dtype=torch.int64, device="cpu")
-        self._quantized_offsets(bits, meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
+        self.functions["quantized_offsets"](bits, meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
         return offsets
 
 

@@ -60,7 +60,7 @@ def linear(inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None,
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None) -> Tensor:
-    """The dense matrix [d_out, d_in]; `offsets` is that of `linear`."""
+    """The dense matrix [d_out, d_in]; `offsets` as in `linear`."""
     d_out, stride = meta.shape[0], values.shape[1] if values.ndim == 2 else 0
     dense = values.new_empty(d_out, d_in)
     if dense.numel():

@@ -41,7 +41,7 @@ def linear(
 def unpack(
     codes: Tensor, scale: Tensor, meta: Tensor, offsets: Tensor | None, bits: int, group: int, d_in: int
 ) -> Tensor:
-    """The dense matrix [d_out, d_in] in the dtype of the scales; `offsets` is that of `linear`."""
+    """The dense matrix [d_out, d_in] in the dtype of the scales; `offsets` as in `linear`."""
     dense = scale.new_empty(len(scale), d_in)
     if dense.numel():
         tensors, sizes, constants = _arguments(codes, scale, meta, offsets, bits, group, d_in)
@@ -84,7 +84,7 @@ def _stream(codes, base, start, row, d_out, d_in, BITS: tl.constexpr, ROWS: tl.c
 def _expanded(
     codes, meta, base, start, row, d_out, d_in, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """As `_stream`, with a bitmask: 0 where no weight is stored; also the bytes of the codes of each row."""
+    """Like `_stream`, but with a bitmask: 0 where no weight is stored; also the bytes of the codes of each row."""
     width = (d_in + 7) // 8
     at = start * 8 + tl.arange(0, BLOCKS * 8)
     inside = (row < d_out)[:, None] & (at < width)[None, :]

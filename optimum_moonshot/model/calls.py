@@ -15,6 +15,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ..data.batches import Batch
 from ..devices import is_out_of_memory
 from ..errors import MoonshotError, reason, require
+from .model_info import text_config
 
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call: positional, and by name
@@ -88,6 +89,15 @@ def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Arguments]]
         yield calls
 
 
+def hook_gradient(output: Tensor, see: Callable[[Tensor], None]) -> Tensor | None:
+    """Pass the gradient at a module's output to a callback; a new output if the autograd graph begins with it."""
+    begins = not output.requires_grad
+    if begins:  # a clone, since an activation may change it in place, which a leaf does not allow
+        output = output.detach().requires_grad_(True).clone()
+    output.register_hook(see)
+    return output if begins else None
+
+
 def first_tensor(output: Any) -> Tensor:
     """The hidden state in a block's output."""
     return output if isinstance(output, Tensor) else output[0]
@@ -151,9 +161,8 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         inputs.pop("labels", None)
     parameters = inspect.signature(model.forward).parameters.values()
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     takes_flag = any_name or any(p.name == "use_cache" for p in parameters)
-    if hasattr(config, "use_cache") or (hasattr(text, "use_cache") and takes_flag):
+    if hasattr(config, "use_cache") or (hasattr(text_config(model), "use_cache") and takes_flag):
         inputs.setdefault("use_cache", False)  # of keys and values, which no pass reads
     dtype = next(model.parameters()).dtype
     for name, value in inputs.items():
@@ -175,11 +184,10 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
     """Let a head for sequences without a pad token read several samples.
 
-    It finds the last token of each sample by the pad token, and accepts a single one without. Meanwhile it has a pad
-    token that no sample contains, which also replaces hidden ones: it reads each sample as if it were alone.
+    Without a pad token, by which it finds the last token of a sample, it accepts a single sample. In this context it
+    has a pad token that no sample contains and that replaces hidden tokens, so that it reads each sample as if alone.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     head = type(model).__name__.endswith("ForSequenceClassification") and "input_ids" in inputs
     if not head or getattr(config, "pad_token_id", 0) is not None:
         yield
@@ -199,7 +207,8 @@ def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
 def check_usable(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
     """Check that a smaller model can be called as users do: with its cache, and to generate text.
 
-    The other passes of a run use no cache, so they do not show that the blocks are missing whose cache counts tokens.
+    The other passes of a run use no cache, so they would not notice that the only blocks whose cache counts tokens were
+    removed.
 
     Raises:
         MoonshotError: a call fails that succeeds with the larger model.
@@ -231,7 +240,7 @@ def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's inputs, that of its first parameter."""
+    """The device of the model's first parameter, and so of its inputs."""
     return next(model.parameters()).device
 
 

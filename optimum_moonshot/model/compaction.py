@@ -1,10 +1,9 @@
 """Remove the dead neurons and heads of a model: `compact_model`.
 
 A structured group whose input columns are all zero is dead: it contributes nothing, so its columns and the rows that
-produce them can be removed (structured_groups.py finds both). The smaller model must be one of the same class with
-another configuration. The fields to change are searched, without a table: a configuration is accepted if a model
-created from it (on the meta device) has exactly the remaining shapes. Dead groups stay as zeros if no configuration
-fits.
+produce them can be removed (structured_groups.py finds both). The smaller model must be of the same class with another
+configuration. The fields to change are searched, without a table: a configuration is accepted if a model created from
+it (on the meta device) has exactly the remaining shapes. Dead groups stay as zeros if no configuration fits.
 """
 
 import copy
@@ -36,7 +35,7 @@ from .calls import (
     without_caches,
 )
 from .layers import PrunableLayer, find_blocks, find_structure
-from .model_info import Edit, edited, whole_numbers
+from .model_info import Edit, edited, last_line, on_meta_device, whole_numbers
 from .structured_groups import StructuredGroups, find_structured_groups, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
@@ -105,8 +104,7 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
         MoonshotError: nothing is dead, or the smaller model has other outputs.
     """
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
+    check_one_device(model)
     inputs = inputs or probe_inputs(model)
     search = GroupSearch(model, inputs, _dead_groups)
     config, removed = search.configuration()
@@ -125,6 +123,12 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
     columns = {layer.name: family.size * count for family, count in removed.items() for layer, _, _ in family.members}
     return small, Compaction(changes, columns, zeros, (model.num_parameters(), small.num_parameters()))
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Raise `MoonshotError` if a model's weights are on several devices."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
 
 
 class GroupSearch:
@@ -163,23 +167,22 @@ class GroupSearch:
         return config, removed
 
     def without(self, family: Family, count: int) -> tuple[PreTrainedConfig | None, dict[Family, int]]:
-        """The configuration with `count` groups less in a family, and those that share its fields; None without one."""
+        """The configuration with `count` fewer groups in a family and in those with the same fields, or None."""
         config: PreTrainedConfig = self.model.config
         return self._smaller(config, family, self._edits_of(config, family, [count]), {}) or (None, {})
 
     def _smaller(
         self, config: PreTrainedConfig, family: Family, edits: Iterable[Edit], removed: dict[Family, int]
     ) -> tuple[PreTrainedConfig, dict[Family, int]] | None:
-        """The first of the edited configurations without groups of one more family, and the number of each."""
+        """The first edited configuration that removes groups of one more family, and the number removed from each."""
         fields = dict(whole_numbers(config))
         for edit in edits:
             try:
                 trial = edited(config, edit)
-                with torch.device("meta"):
-                    shapes = _shapes(type(self.model)(trial))
-            except Exception as error:  # a model may refuse its configuration in any way
+                shapes = _shapes(on_meta_device(type(self.model), trial))
+            except Exception as error:
                 if all(fields[name] is not None for name in edit if name in fields):
-                    self.reasons.setdefault(family, str(error).strip().rpartition("\n")[2].strip())
+                    self.reasons.setdefault(family, last_line(error))
                 continue
             explained = self._explain(shapes)
             if explained and family in explained and removed.items() <= explained.items():
@@ -258,17 +261,12 @@ class GroupSearch:
 
     def state(self, removed: dict[Family, int]) -> dict[str, Tensor]:
         """Copies of the smaller model's tensors."""
-        cuts, state, copies = self._cuts(removed), {}, {}
-        for name, tensor in self.model.state_dict().items():
-            if name not in cuts:
-                key = (tensor.data_ptr(), tensor.shape)  # tied tensors are copied once
-                if key not in copies:
-                    copies[key] = tensor.clone()
-                state[name] = copies[key]
-                continue
+        cuts, tensors = self._cuts(removed), self.model.state_dict()
+        state = copied({name: tensor for name, tensor in tensors.items() if name not in cuts})
+        for name in cuts:
+            state[name] = tensors[name]
             for dim, keep in cuts[name]:
-                tensor = tensor.index_select(dim, keep.nonzero().flatten().to(tensor.device))
-            state[name] = tensor
+                state[name] = state[name].index_select(dim, keep.nonzero().flatten().to(state[name].device))
         return state
 
     def remaining(self, removed: dict[Family, int]) -> dict[str, str]:
@@ -296,16 +294,25 @@ def _dead_groups(layer: PrunableLayer, groups: StructuredGroups) -> Tensor:
     return (~alive).nonzero().flatten().cpu()
 
 
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors; tied ones are copied once."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    for tensor in tensors.values():
+        if (key := (tensor.data_ptr(), tensor.shape)) not in copies:
+            copies[key] = tensor.clone()
+    return {name: copies[tensor.data_ptr(), tensor.shape] for name, tensor in tensors.items()}
+
+
 def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _head_size(config: PreTrainedConfig, fields: dict[str, int], heads: tuple[str, ...], family: Family) -> Edit:
     """The size of a head, if the configuration derives it from the number of heads."""
-    prefix = heads[0].rpartition(".")[0]
-    for part in prefix.split(".") if prefix else ():
-        config = getattr(config, part)
-    name = f"{prefix}.head_dim" if prefix else "head_dim"
+    prefix, dot, _ = heads[0].rpartition(".")
+    for field in prefix.split(".") if prefix else ():
+        config = getattr(config, field)
+    name = f"{prefix}{dot}head_dim"
     if fields.get(name) or isinstance(getattr(type(config), "head_dim", None), property):
         return {}
     return {name: family.size * family.count // max(fields[head] for head in heads)}
@@ -347,10 +354,6 @@ def build_smaller(
     return small.train(model.training)
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 @torch.no_grad()
 def verify_smaller(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch, pairs: Iterable[Pair]) -> None:
     """Compare the remaining decoder layers in float32, and the models' results in their dtype, up to rounding errors.
@@ -368,10 +371,10 @@ def verify_smaller(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch
     name, pairs = type(model).__name__, list(pairs)
     with evaluation_mode(model), evaluation_mode(small):
         with recorded(dict(block for block, _ in pairs)) as calls:
-            expected, result = (
-                next(leaf for leaf in tree_leaves(run_model(each, inputs)) if _is_floating(leaf))
-                for each in (model, small)
-            )
+            outputs = [tree_leaves(run_model(any_model, inputs)) for any_model in (model, small)]
+        expected, result = (
+            next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()) for leaves in outputs
+        )
         message = f"the smaller {name} differs from the pruned one in its results: nothing changed"
         require(close(result, expected), message)
         for (block, module), (_, other) in pairs:
@@ -383,9 +386,8 @@ def verify_smaller(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch
 
 def _block_error(block: nn.Module, other: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The largest error of a token's change in a decoder layer, relative to that change."""
-
-    kwargs = without_caches(kwargs)
-    args, kwargs = tree_map_only(Tensor, lambda each: each.float() if _is_floating(each) else each, (args, kwargs))
+    arguments = args, without_caches(kwargs)
+    args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, arguments)
     outputs = []
     for module in (block, other):
         if any(parameter.dtype != torch.float32 for parameter in module.parameters()):

@@ -1,16 +1,16 @@
 """Remove whole blocks from a model: `remove_blocks`.
 
-A block adds an update to the hidden state that it reads, so a model without it computes what the model computes where
-that block returns its input. The smaller model must be one of the same class with another configuration. The fields to
-change are searched, without a table, in the order of the changes that they make:
+A block adds an update to the hidden state that it reads, so removing it is the same as returning its input. The
+smaller model must be of the same class with another configuration. The fields to change are searched, without a table,
+in this order:
 
 * integers equal to the number of blocks;
-* lists with one entry per block (`layer_types`, `no_rope_layers`), which lose those of the removed blocks;
+* lists with one entry per block (`layer_types`, `no_rope_layers`), without the entries of the removed blocks;
 * lists of indices of blocks (`mlp_only_layers`), and the number of first blocks of a kind (`first_k_dense_replace`).
 
 A configuration is accepted if a model created from it (on the meta device) has exactly the remaining shapes, and if
 every remaining block has the same kind as before: the same modules with the same attributes, such as a sliding window,
-except for its index. A family that computes the kind of a block from its index is refused where the index changes it.
+except for its index. A family that computes the kind of a block from its index is refused if the kind would change.
 """
 
 import dataclasses
@@ -21,16 +21,15 @@ from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, Text, reason, require
 from .calls import first_tensor, split_hidden
-from .compaction import build_smaller, verify_smaller
+from .compaction import build_smaller, check_one_device, copied, verify_smaller
 from .layers import find_blocks, visited
-from .model_info import config_fields, edited
+from .model_info import config_fields, edited, last_line, on_meta_device
 from .offload import RESIDENT
 from .structured_groups import probe_inputs
 
@@ -60,7 +59,7 @@ class BlockRemoval:
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """A list of blocks that loses some."""
+    """A list of blocks from which some are removed."""
 
     name: str
     size: int
@@ -74,10 +73,10 @@ def remove_blocks(
 
     Args:
         model: unchanged.
-        blocks: the indices of the blocks to remove, in the order of `find_blocks`, which is that of the model.
+        blocks: the indices of the blocks to remove, in the model's order.
         inputs: for a forward pass of both models, in place of random tokens or pixels.
-        copies: the smaller model has copies of the tensors, so that changes of one do not affect the other; False, for
-            a model that is not used any longer: it shares them.
+        copies: whether the smaller model has copies of the tensors; False shares them with a model that is not used
+            any longer.
 
     Returns:
         A new model with the same dtype and device, which `save_pretrained` and `from_pretrained` support, and the
@@ -89,13 +88,15 @@ def remove_blocks(
     """
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     stacks, removed = _stacks(model, blocks)
-    _check_weights(model)
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    check_one_device(model)
     inputs = inputs or probe_inputs(model)
     config = BlockSearch(model).configuration(stacks)
-    sources = {new: name for name in model.state_dict() if (new := _renamed(name, stacks)) is not None}
     state = model.state_dict()
-    tensors = _copies(state, sources) if copies else {name: state[source] for name, source in sources.items()}
-    small = build_smaller(model, config, tensors, sources)
+    sources = {new: name for name in state if (new := _renamed(name, stacks)) is not None}
+    tensors = {name: state[source] for name, source in sources.items()}
+    small = build_smaller(model, config, copied(tensors) if copies else tensors, sources)
     originals = dict(find_blocks(model))
     left = [block for block in originals.items() if block[0] not in removed]
     pairs = list(zip(left, find_blocks(small), strict=True))
@@ -111,7 +112,7 @@ def remove_blocks(
 
 @contextmanager
 def skipping(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Meanwhile the hidden state in a block's output is its input; the rest of the output, such as a bias, remains.
+    """A context in which the hidden state in a block's output is its input; the rest, such as a bias, is unchanged.
 
     A block that changes the shape of the hidden state raises `MoonshotError`.
     """
@@ -129,7 +130,7 @@ def skipping(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _stacks(model: nn.Module, blocks: Collection[int]) -> tuple[list[_Stack], tuple[str, ...]]:
-    """The lists that lose blocks, and the names of the removed blocks."""
+    """The lists from which blocks are removed, and the names of these blocks."""
     names = [name for name, _ in find_blocks(model)]
     wrong = [block for block in blocks if type(block) is not int or not 0 <= block < len(names)]
     hint = f"use indices from 0 to {len(names) - 1}"
@@ -147,13 +148,6 @@ def _stacks(model: nn.Module, blocks: Collection[int]) -> tuple[list[_Stack], tu
     return stacks, removed
 
 
-def _check_weights(model: PreTrainedModel) -> None:
-    resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
-
-
 def _renamed(name: str, stacks: Iterable[_Stack]) -> str | None:
     """The name of a module or tensor in the smaller model; None if it belongs to a removed block."""
     for stack in stacks:
@@ -163,19 +157,6 @@ def _renamed(name: str, stacks: Iterable[_Stack]) -> str | None:
     return name
 
 
-def _copies(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies of a model's tensors, from their new names to the model's; tied ones are copied once."""
-    state = dict[str, Tensor]()
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
-    for name, source in sources.items():
-        tensor = tensors[source]
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in copies:
-            copies[key] = tensor.clone()
-        state[name] = copies[key]
-    return state
-
-
 class BlockSearch:
     """The search of a configuration without some blocks."""
 
@@ -183,14 +164,13 @@ class BlockSearch:
         self.model, self.reason = model, ""
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         try:
-            with torch.device("meta"):
-                self.base = type(model)(edited(model.config, {}))
-        except Exception as error:  # a model may refuse its configuration in any way
+            self.base = on_meta_device(type(model), edited(model.config, {}))
+        except Exception as error:
             raise MoonshotError(f"{type(model).__name__} cannot be created anew ({reason(error)})") from error
 
     @cached_property
     def kinds(self) -> list[frozenset[int]]:
-        """The indices of blocks of the same kind, such as attention and recurrence; lists have kinds of their own."""
+        """The indices of blocks of the same kind, such as attention and recurrence; kinds of different lists differ."""
         kinds: dict[int, tuple[_Stack, set[int]]] = {}  # by the index of their first block
         names = [name for name, _ in find_blocks(self.model)]
         blocks = [self.base.get_submodule(name) for name in names]
@@ -207,7 +187,7 @@ class BlockSearch:
         return [frozenset(members) for _, members in kinds.values()]
 
     def refusal(self, blocks: Collection[int]) -> str | None:
-        """Why the model cannot lose some blocks, as far as it shows without weights; None if it can."""
+        """Why some blocks cannot be removed, as far as can be told without weights; None if they can."""
         try:
             config = self.configuration(_stacks(self.model, blocks)[0])
         except MoonshotError as error:
@@ -230,8 +210,7 @@ class BlockSearch:
         self.reason, counted = "", list[Edit]()
         for edit in _count_edits(config, stack):
             trial, fits = self._trial(config, edit, stacks)
-            if fits:
-                assert trial is not None
+            if trial is not None and fits:
                 return trial
             counted += [edit] if trial is not None else []
         for edit in counted:
@@ -240,8 +219,8 @@ class BlockSearch:
                 if trial is not None and fits:
                     return trial
         why = f" ({self.reason})" if self.reason else ""
-        kept = f"{len(stack.keep)} of {stack.size} blocks of {stack.name}"
-        message = f"{type(config).__name__} has no setting with these {kept}{why}"
+        remaining = f"{len(stack.keep)} of {stack.size} blocks of {stack.name}"
+        message = f"{type(config).__name__} has no setting with these {remaining}{why}"
         raise MoonshotError(message, field="blocks", hint="remove other blocks")
 
     def _trial(
@@ -250,12 +229,11 @@ class BlockSearch:
         """The edited configuration if it has the remaining number of blocks, and whether it describes these."""
         try:
             trial = edited(config, edit)
-            with torch.device("meta"):
-                small = type(self.model)(trial)
+            small = on_meta_device(type(self.model), trial)
             counts = [len(list(small.get_submodule(stack.name).children())) for stack in stacks]
-        except Exception as error:  # a model may refuse its configuration in any way
-            likely = any(_COUNTS.search(name) for name in edit)
-            self.reason = self.reason or (str(error).strip().rpartition("\n")[2].strip() if likely else "")
+        except Exception as error:
+            if any(_COUNTS.search(name) for name in edit):
+                self.reason = self.reason or last_line(error)
             return None, False
         if counts != [len(stack.keep) for stack in stacks]:
             return None, False
@@ -264,9 +242,9 @@ class BlockSearch:
         return trial, difference is None
 
     def _difference(self, small: nn.Module, stacks: Sequence[_Stack]) -> str | None:
-        """A tensor, or an attribute of a block, that a model has and the smaller one should not have; None if equal."""
+        """The first tensor or attribute of a block in which a smaller model differs from the expected one, or None."""
         for stack in stacks:
-            blocks, others = (list(each.get_submodule(stack.name).children()) for each in (self.base, small))
+            blocks, others = (list(model.get_submodule(stack.name).children()) for model in (self.base, small))
             for new, old in enumerate(stack.keep):
                 change = _changed_kind(blocks[old], others[new], stack, new - old)
                 if change is not None:
@@ -276,21 +254,18 @@ class BlockSearch:
         shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
         for name in [*expected, *shapes]:
             if expected.get(name) != shapes.get(name):
-                return f"{name} would be {_shown(shapes.get(name))} instead of {_shown(expected.get(name))}"
+                before, after = (str(list(sizes[name])) if name in sizes else "absent" for sizes in (expected, shapes))
+                return f"{name} would be {after} instead of {before}"
         return None
 
 
 def _counts_tokens(config: PreTrainedConfig) -> bool:
-    """Whether the cache of a model knows how many tokens it has seen: those of recurrent blocks alone do not."""
+    """Whether the cache of a model knows how many tokens it has seen, which the cache of recurrent blocks does not."""
     try:
         DynamicCache(config=config.get_text_config(decoder=True)).get_seq_length()
     except Exception:  # of any type, in code of transformers; also a configuration without blocks of a decoder
         return False
     return True
-
-
-def _shown(shape: torch.Size | None) -> str:
-    return "absent" if shape is None else str(list(shape))
 
 
 def _count_edits(config: PreTrainedConfig, stack: _Stack) -> Iterator[Edit]:
@@ -303,9 +278,9 @@ def _count_edits(config: PreTrainedConfig, stack: _Stack) -> Iterator[Edit]:
             edit: Edit = dict.fromkeys(chosen, len(stack.keep))
             owner = chosen[0].rpartition(".")[0]
             entries = {
-                name: kept
+                name: remaining
                 for name, value in fields.items()
-                if name.rpartition(".")[0] == owner and (kept := _kept_entries(name, value, stack)) is not None
+                if name.rpartition(".")[0] == owner and (remaining := _remaining(name, value, stack)) is not None
             }
             yield {**edit, **entries}
             if entries:
@@ -315,7 +290,7 @@ def _count_edits(config: PreTrainedConfig, stack: _Stack) -> Iterator[Edit]:
                 yield {**edit, **outputs}
 
 
-def _kept_entries(name: str, value: Any, stack: _Stack) -> Any:
+def _remaining(name: str, value: Any, stack: _Stack) -> Any:
     """The entries of the remaining blocks in a list, or in a dictionary by index; None for other values."""
     if isinstance(value, list | tuple) and len(value) == stack.size and not _OTHER_LISTS.search(name):
         return [value[index] for index in stack.keep]
@@ -328,7 +303,9 @@ def _kind_edits(config: PreTrainedConfig, stack: _Stack, edit: Edit) -> Iterator
     """Changes of indices and of the number of first blocks, which may keep the kinds of the remaining blocks."""
     changes: Edit = {}
     for name, value in config_fields(config):
-        if isinstance(value, list | tuple) and _are_indices(value, stack.size):
+        entries = value if isinstance(value, list | tuple) else ()
+        distinct = len(set(map(str, entries))) == len(entries)
+        if entries and distinct and all(type(index) is int and 0 <= index < stack.size for index in entries):
             changes[name] = [stack.keep.index(index) for index in value if index in stack.keep]
         elif type(value) is int and 0 < value < stack.size and name not in edit:
             changes[name] = sum(index < value for index in stack.keep)
@@ -336,10 +313,6 @@ def _kind_edits(config: PreTrainedConfig, stack: _Stack, edit: Edit) -> Iterator
             del changes[name]
     subsets = chain.from_iterable(combinations(changes, count) for count in range(1, MOST_KINDS + 1))
     yield from ({name: changes[name] for name in chosen} for chosen in subsets)
-
-
-def _are_indices(values: Sequence[Any], size: int) -> bool:
-    return len(set(map(str, values))) == len(values) and all(type(each) is int and 0 <= each < size for each in values)
 
 
 def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, shift: int) -> str | None:
@@ -353,7 +326,7 @@ def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, shift: int)
         return f"{min(modules.keys() ^ others.keys())} is in one of the two models only"
     for name, module in modules.items():
         types = [type(module).__name__, type(others[name]).__name__]
-        if any("drop" in each.lower() for each in types):
+        if any("drop" in kind.lower() for kind in types):
             continue
         if type(module) is not type(others[name]):
             return f"{name} would be a {types[1]} instead of a {types[0]}"
@@ -361,7 +334,7 @@ def _changed_kind(block: nn.Module, other: nn.Module, stack: _Stack, shift: int)
         for key in before.keys() | after.keys():
             x, y = before.get(key), after.get(key)
             index = type(x) is int and type(y) is int and y - x == shift
-            entries = isinstance(x, list | tuple) and len(x) == stack.size and [x[each] for each in stack.keep]
+            entries = isinstance(x, list | tuple) and len(x) == stack.size and [x[position] for position in stack.keep]
             if x != y and not index and y != entries:
                 return f"{name}.{key} would be {y!r} instead of {x!r}".removeprefix(".")
     return None

@@ -1,7 +1,7 @@
 """The output of a model without a head: its embeddings, else its last hidden state, pooled as its checkpoint says.
 
 `modules.json` of a sentence-transformers checkpoint lists what follows the model: `Pooling`, whose folder names the
-mode, `Normalize`, and rarely others, such as `Dense`, which are left out and named.
+mode, `Normalize`, and rarely others, such as `Dense`, which are ignored and reported.
 """
 
 import json
@@ -41,12 +41,12 @@ def has_head(cls: type[nn.Module]) -> bool:
     """Whether a class of models returns predictions; True for any class that is not of transformers."""
     if not issubclass(cls, PreTrainedModel):
         return True
-    return any(_WITH_HEAD.search(each.__name__) for each in cls.__mro__) or bool(cls.can_generate())
+    return any(_WITH_HEAD.search(base.__name__) for base in cls.__mro__) or bool(cls.can_generate())
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """One vector per sample from its hidden states [T, D]; without modes these stay as they are."""
+    """One vector per sample from its hidden states [T, D]; without modes, the hidden states are unchanged."""
 
     modes: tuple[str, ...] = ()  # concatenated
     normalized: bool = False
@@ -106,7 +106,7 @@ def find_pooling(model: nn.Module) -> Pooling:
     if modules is None:
         return Pooling()
     modes, normalized = tuple[str, ...](), False
-    named = isinstance(modules, list) and all(isinstance(each, Mapping) for each in modules)
+    named = isinstance(modules, list) and all(isinstance(module, Mapping) for module in modules)
     require(named, f"{source}: {MODULES} is not a list of modules")
     for index, module in enumerate(modules):
         kind, path = str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))
@@ -116,7 +116,7 @@ def find_pooling(model: nn.Module) -> Pooling:
         elif kind == "Normalize":
             normalized = True
         elif kind not in ("Transformer", "Dropout"):
-            rest = [str(each.get("type")).rpartition(".")[2] for each in modules[index:]]
+            rest = [str(ignored.get("type")).rpartition(".")[2] for ignored in modules[index:]]
             return Pooling(modes, normalized, tuple(rest))
     return Pooling(modes, normalized)
 
@@ -159,7 +159,7 @@ def _downloaded(model: nn.Module, source: str, name: str) -> Path | None:
 def output_values(model: nn.Module, output: Any) -> Tensor:
     """The embeddings in a model's output, [B, D], else its last hidden state, [B, T, D].
 
-    Other shapes, such as those of feature maps, become [B, D].
+    Tensors of other shapes, such as feature maps, become [B, D].
 
     Raises:
         MoonshotError: the output has neither.

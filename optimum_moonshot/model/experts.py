@@ -1,8 +1,8 @@
 """Fused experts, whose weights are parameters of three dimensions: their normal form, and the watching of their calls.
 
 A mixture of experts keeps the matrices of its E experts in parameters [E, out, in] (or [E, in, out]) of one module,
-which calls no Linear that a hook could observe. But its plain implementation takes one expert's matrix after another
-and multiplies that expert's tokens by it. So a watched module has a tensor subclass in place of the parameter, which
+which calls no Linear that a hook could observe. Its plain implementation multiplies one expert's tokens by its matrix
+after another's. So a watched module has a tensor subclass in place of the parameter, which
 reports every product with a part of it. No forward is rewritten, and no family is identified by its name.
 
 Every expert is a group of the layer's rows, with a separate Gram matrix, pruned as a separate matrix.
@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -35,17 +36,17 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         return {}
     counts, parameters = _counts(module), module._parameters.items()
     return {
-        key: each
-        for key, each in parameters
-        if each is not None and each.ndim == 3 and min(each.shape[1:]) > 1 and len(each) in counts
+        key: weight
+        for key, weight in parameters
+        if weight is not None and weight.ndim == 3 and min(weight.shape[1:]) > 1 and len(weight) in counts
     }
 
 
 def stacks_experts(module: nn.Module) -> bool:
     """Whether a module has matrices [experts · out, in] that stack experts along the rows, which is unsupported."""
     most = max(_counts(module), default=0)
-    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-    return most > 1 and any(each.ndim == 2 and len(each) > most and len(each) % most == 0 for each in parameters)
+    weights = [weight for weight in module._parameters.values() if weight is not None and weight.ndim == 2]
+    return most > 1 and any(len(weight) > most and len(weight) % most == 0 for weight in weights)
 
 
 def _counts(module: nn.Module) -> set[int]:
@@ -113,14 +114,14 @@ class ExpertsLayer(PrunableLayer):
         return self.groups * out, size
 
     @property
-    def part(self) -> slice:  # type: ignore[override] # depends on the call
+    def called_groups(self) -> slice:  # type: ignore[override] # depends on the call
         if self.called is None:
             return slice(None)
         index = self.called - self.experts.start
         return slice(index, index + 1)
 
     @property
-    def reads(self) -> Hashable:  # type: ignore[override] # depends on the module
+    def input_key(self) -> Hashable:  # type: ignore[override] # depends on the module
         return id(self.module), self.key, self.called
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
@@ -128,15 +129,15 @@ class ExpertsLayer(PrunableLayer):
         return (tensor.transpose(1, 2) if self.transposed else tensor).flatten(0, 1)
 
     def as_parameter(self, matrix: Tensor) -> Tensor:
-        parts = matrix.unflatten(0, (self.groups, -1))
-        return parts.transpose(1, 2) if self.transposed else parts
+        matrices = matrix.unflatten(0, (self.groups, -1))
+        return matrices.transpose(1, 2) if self.transposed else matrices
 
-    def watch(self, see: See) -> "_Watch":
+    def _watch(self, see: See) -> Callable[[], None]:
         if self.module not in _WATCHED:
             _WATCHED[self.module] = _Watched(self.module)
-        watch = _Watch(self, see)
-        _WATCHED[self.module].watches.append(watch)
-        return watch
+        watched, watch = _WATCHED[self.module], _Watch(self, see)
+        watched.watches.append(watch)
+        return partial(watched.remove, watch)
 
     def _is_plain(self) -> bool:
         return True
@@ -166,13 +167,10 @@ class ExpertsLayer(PrunableLayer):
 
 @dataclass(eq=False)
 class _Watch:
-    """A callback for the products of some experts, until it is removed."""
+    """A callback for the products of some experts."""
 
     layer: ExpertsLayer
     see: See
-
-    def remove(self) -> None:
-        _WATCHED[self.layer.module].remove(self)
 
 
 class _Watched:
@@ -181,8 +179,8 @@ class _Watched:
     def __init__(self, module: nn.Module):
         self.module = module
         self.watches: list[_Watch] = []
-        self.showing: int | None = None  # the expert that is computing all tokens
-        self.due: dict[str, int] = {}  # key → tokens that its product with that expert still lacks
+        self.forced: int | None = None  # the expert that every token is routed to
+        self.missing: dict[str, int] = {}  # key → tokens that its product with the forced expert still lacks
         self.changes = ExitStack()  # undone with the last watch
         self.changes.enter_context(plain_implementation(module))
         self.changes.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
@@ -198,24 +196,24 @@ class _Watched:
     def product(self, key: str, expert: int | None, turned: bool, inputs: Tensor, output: Tensor) -> Tensor:
         """Report a product of tokens with one expert's matrix, or (`expert` is None) of each expert's with its matrix.
 
-        `turned`: the matrix was used as [in, out]. Raises `_AllShown` once every expert of a call has computed all
+        `turned`: the matrix was used as [in, out]. Raises `_AllComputed` once every expert of a call has computed all
         tokens.
         """
         for watch in self.watches:
             layer = watch.layer
-            if layer.key != key or layer.everywhere != (self.showing is not None):
+            if layer.key != key or layer.everywhere != (self.forced is not None):
                 continue
-            if expert is not None and (expert not in layer.experts or self.showing not in (None, expert)):
+            if expert is not None and (expert not in layer.experts or self.forced not in (None, expert)):
                 continue
             sizes = layer.shape[1], layer.shape[0] // layer.groups
             fits = turned == layer.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
             require(fits, f"{type(self.module).__name__}.{key} is used in another layout than its shape suggests")
             replaced = watch.see(replace(layer, called=expert), inputs, output)
             output = output if replaced is None else replaced
-        if expert is not None and expert == self.showing and key in self.due:
-            self.due[key] -= inputs[..., 0].numel()
-            if not any(self.due.values()):
-                raise _AllShown
+        if expert is not None and expert == self.forced and key in self.missing:
+            self.missing[key] -= inputs[..., 0].numel()
+            if not any(self.missing.values()):
+                raise _AllComputed
         return output
 
     @torch.no_grad()
@@ -231,16 +229,16 @@ class _Watched:
             for expert in layer.experts if layer.everywhere else ():
                 keys_of.setdefault(expert, set()).add(layer.key)
         try:
-            for self.showing in sorted(keys_of):
-                tokens, forged_args, forged_kwargs = _routed_to(module, self.showing, args, kwargs)
-                self.due = dict.fromkeys(keys_of[self.showing], tokens)
-                with suppress(_AllShown):
+            for self.forced in sorted(keys_of):
+                tokens, forged_args, forged_kwargs = _routed_to(module, self.forced, args, kwargs)
+                self.missing = dict.fromkeys(keys_of[self.forced], tokens)
+                with suppress(_AllComputed):
                     module.forward(*forged_args, **forged_kwargs)
         finally:
-            self.showing, self.due = None, {}
+            self.forced, self.missing = None, {}
 
 
-class _AllShown(Exception):
+class _AllComputed(Exception):
     """Ends a call whose output is unused once an expert has computed all tokens."""
 
 
@@ -249,9 +247,9 @@ _WATCHED: "WeakKeyDictionary[nn.Module, _Watched]" = WeakKeyDictionary()
 
 def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """The indices of every token's experts, int [T, k], and their weights [T, k], in a call; None if it has none."""
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    index = [each for each in tensors if not each.is_floating_point() and each.ndim == 2]
-    weights = [each for each in tensors if index and each.is_floating_point() and each.shape == index[0].shape]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    index = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
+    weights = [tensor for tensor in tensors if index and tensor.is_floating_point() and tensor.shape == index[0].shape]
     return (index[0], weights[0]) if len(index) == 1 and len(weights) == 1 else None
 
 
@@ -304,8 +302,8 @@ class _StandIn(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*(_plain(each) for each in args), **{name: _plain(each) for name, each in kwargs.items()})
-        operand = next((each for each in (*args, *kwargs.values()) if isinstance(each, _StandIn)), None)
+            result = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        operand = next((value for value in (*args, *kwargs.values()) if isinstance(value, _StandIn)), None)
         if operand is None or not isinstance(result, Tensor):
             return result
         product = _product(func, args, kwargs, operand)
@@ -318,7 +316,7 @@ class _StandIn(Tensor):
         """The result of an operation that is no product: a stand-in again, or an error."""
         if result.shape == self.shape and result.is_floating_point() and func in _SAME_LAYOUT:
             return _StandIn.of(result, self.watched, self.key, self.expert, self.turned)
-        if func in _TRANSPOSING and result.ndim == self.ndim and result.shape[-2:] == self.shape[:-3:-1]:
+        if func in _TRANSPOSES and result.ndim == self.ndim and result.shape[-2:] == self.shape[:-3:-1]:
             return _StandIn.of(result, self.watched, self.key, self.expert, not self.turned)
         index = args[1] if func is Tensor.__getitem__ else None
         number = type(index) is int or (isinstance(index, Tensor) and index.numel() == 1 and index.ndim == 0)
@@ -332,16 +330,9 @@ class _StandIn(Tensor):
 
 
 _SAME_LAYOUT = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}
-_CLASS: Any = Tensor  # whose properties have getters, unlike those of a tensor
-_TRANSPOSING = {
-    Tensor.transpose,
-    torch.transpose,
-    Tensor.t,
-    torch.t,
-    _CLASS.T.__get__,
-    _CLASS.mT.__get__,
-    Tensor.permute,
-}
+_CLASS: Any = Tensor  # properties of the class have getters
+_TRANSPOSES = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, Tensor.permute}
+_TRANSPOSES |= {_CLASS.T.__get__, _CLASS.mT.__get__}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 

@@ -1,4 +1,4 @@
-"""A model as itself, without what a program has wrapped around it, while a run or an evaluation lasts.
+"""A model without the wrappers of other programs, while a run or an evaluation lasts.
 
 A `Trainer` with mixed precision leaves a forward under autocast behind, and the hooks of a run would be traced into
 compiled graphs.
@@ -16,7 +16,7 @@ from ..errors import require
 from ..torch_settings import Shared, usual_settings
 from .calls import CALL, calling, model_device
 
-# Modules whose wrappers around a forward are left out; functools.wraps hides them behind the name of what they wrap.
+# Modules whose wrappers around a forward are removed; functools.wraps gives a wrapper the name of what it wraps.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
 _ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers, without those inside it
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
@@ -27,7 +27,7 @@ def isolated(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model that is not compiled; inside, it computes in its own dtype, with torch's usual settings.
 
     Raises:
-        MoonshotError: as `uncompiled`.
+        MoonshotError: a module inside was replaced by a compiled one.
     """
     model = uncompiled(model)
     with usual_settings(), Shared(model, partial(_leave_out_wrappers, model)):
@@ -50,11 +50,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Meanwhile a model on the CPU computes attention without flex attention, which has no backward pass there.
+    """A context in which a model on the CPU computes attention without flex attention, which has no backward there.
 
     Yields a note for the report, if that changes anything.
     """
-    configs = {id(config): config for each in model.modules() if (config := vars(each).get("config")) is not None}
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     flex = [config for config in configs.values() if getattr(config, _ATTENTION, None) == "flex_attention"]
     flex = flex if flex and model_device(model).type == "cpu" else []
     other = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"

@@ -24,8 +24,9 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +38,13 @@ from ..objective.patterns import nonzeros
 from .offload import mark_written
 
 WEIGHT = "weight"  # the name of the parameter in a module with one matrix
-# The patches of a strip of a convolution take about this many bytes, and at least those of one output row.
+# Bytes of the patches of a strip of a convolution, unless a single output row has more.
 STRIP_BYTES = 64 * 2**20
 
 _Layer = TypeVar("_Layer", bound="PrunableLayer")
-# The callback of a watched layer: (layer that was called, or one of its experts, inputs, output) → a replacement of the
-# output, or None.
+# The callback of a watched layer: (layer with the module that was called, or one of its experts, inputs, output) → a
+# replacement of the output, or None.
 See = Callable[["PrunableLayer", Tensor, Tensor], Tensor | None]
-
-
-class Watch(Protocol):
-    """The handle that ends a watch."""
-
-    def remove(self) -> None: ...
 
 
 class Pair(NamedTuple):
@@ -83,8 +78,8 @@ class PrunableLayer(ABC):
     dimensions: ClassVar[int] = 2  # of the parameter
     separate: ClassVar[bool] = False  # each group is pruned as a separate matrix
     groups: ClassVar[int] = 1  # number of equal slices of rows with separate inputs
-    part: ClassVar[slice] = slice(None)  # the groups whose inputs are in its calls
-    reads: ClassVar[Hashable] = None  # equal for layers that derive the same inputs from one tensor
+    called_groups: ClassVar[slice] = slice(None)  # whose inputs are in its calls
+    input_key: ClassVar[Hashable] = None  # equal for layers that derive the same inputs from one tensor
 
     @property
     def module(self) -> nn.Module:
@@ -122,10 +117,6 @@ class PrunableLayer(ABC):
         assert weight is not None
         return nonzeros(self.as_matrix(weight.detach()))
 
-    def at(self: _Layer, module: nn.Module) -> _Layer:
-        """The layer with only one of its modules."""
-        return replace(self, modules=(module,))
-
     def expert(self: _Layer, index: int) -> _Layer:
         """A single one of its fused experts, by its index relative to the first."""
         first = index + (self.span[0] if self.span else 0)
@@ -136,24 +127,32 @@ class PrunableLayer(ABC):
         self.parameter.detach().copy_(self.as_parameter(matrix))
 
     def write(self, matrix: Tensor) -> None:
-        """As `assign`, for good: an offloaded block stores the weight."""
+        """Like `assign`, but an offloaded block stores the weight on exit."""
         self.assign(matrix)
         mark_written(self.module, self.key)
 
-    def watch(self, see: See) -> Watch:
-        """Pass every call of the (first) module to a callback until the returned handle is removed."""
+    @contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """A context in which every call of its modules is passed to a callback."""
+        with ExitStack() as hooks:
+            for module in self.modules:
+                hooks.callback(replace(self, modules=(module,))._watch(see))
+            yield
+
+    def _watch(self, see: See) -> Callable[[], None]:
+        """Pass every call of its only module to a callback until the returned function is called."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor | None:
             return see(self, args[0] if args else next(iter(kwargs.values())), output)
 
-        return self.module.register_forward_hook(hook, with_kwargs=True)
+        return self.module.register_forward_hook(hook, with_kwargs=True).remove
 
     def unprunable(self) -> str | None:
         """The reason why the module cannot be pruned although its kind can; None if it can."""
         name, weight = type(self.module).__name__, self.module._parameters.get(self.key)
         if weight is None:
             stored = (*self.module.parameters(recurse=False), *self.module.buffers(recurse=False))
-            codes = [each.dtype for each in stored if not each.is_floating_point() or each.dtype.itemsize == 1]
+            codes = [x.dtype for x in stored if not x.is_floating_point() or x.dtype.itemsize == 1]
             if codes:  # such as `weight_packed` of compressed-tensors
                 return f"quantized: {name}, {codes[0]}: load the model dequantized to prune it"
             return f"its weight is computed ({name}): remove the parametrization to prune it"
@@ -210,7 +209,7 @@ class LinearLayer(PrunableLayer):
     def _is_plain(self) -> bool:
         """Whether its forward is the kind's, or computes the same on a copy of the module with a tiny weight.
 
-        So the test works with offloaded weights, and leaves the module unchanged.
+        The copy makes the test work for offloaded weights, without a change of the module.
         """
         module = self.module
         if type(module).forward is self.kind.forward:
@@ -245,15 +244,15 @@ class LinearLayer(PrunableLayer):
         return None
 
     def tokens(self, inputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
-        kept = inputs if mask is None else inputs[mask]
-        yield kept.reshape(-1, kept.shape[-1]).float()[None]
+        inputs = inputs if mask is None else inputs[mask]
+        yield inputs.reshape(-1, inputs.shape[-1]).float()[None]
 
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
         # Samples are on the first axis, or flattened with the tokens as in the mask.
-        for each in (inputs, delta):
-            flattened = mask is not None and each.shape[:-1].numel() == mask.numel()
-            _check_samples(each, flattened or each.shape[0] == samples, samples)
-        inputs, delta = (each.reshape(samples, -1, each.shape[-1]) for each in (inputs, delta))
+        for tensor in (inputs, delta):
+            flattened = mask is not None and tensor.shape[:-1].numel() == mask.numel()
+            _check_samples(tensor, flattened or tensor.shape[0] == samples, samples)
+        inputs, delta = (tensor.reshape(samples, -1, tensor.shape[-1]) for tensor in (inputs, delta))
         if mask is not None:
             delta = delta.masked_fill(~mask.reshape(delta.shape[:2])[..., None], 0)
         yield Pair(inputs.float()[:, None], delta.float()[:, None], True)
@@ -285,7 +284,7 @@ class Conv2dLayer(PrunableLayer):
         return self.modules[0].groups
 
     @property
-    def reads(self) -> Hashable:  # type: ignore[override] # depends on the module
+    def input_key(self) -> Hashable:  # type: ignore[override] # depends on the module
         conv = self.modules[0]
         return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode, conv.groups
 

@@ -55,7 +55,7 @@ class Structure:
         yield from self.outside
 
     def layers_onloaded(self) -> Iterator[PrunableLayer]:
-        """As `layers`, each with its block's weights onloaded until the next iteration."""
+        """Like `layers`, with the weights of a layer's block onloaded until the next iteration."""
         for block in self.blocks:
             if block.layers:
                 with block.onloaded():
@@ -65,7 +65,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter that is not the matrix of a pruned layer; it is read and written as the matrix of one."""
+    """A parameter that is not the matrix of a pruned layer, with the interface to read and write one."""
 
     name: str  # in the model
     module: nn.Module  # its owner
@@ -94,7 +94,6 @@ class NamedParameter:
         return self.parameter.detach()
 
     def as_parameter(self, tensor: Tensor) -> Tensor:
-        """A tensor in the layout of the parameter, which is its own."""
         return tensor
 
     def write(self, tensor: Tensor) -> None:
@@ -104,7 +103,7 @@ class NamedParameter:
 
 
 def other_parameters(model: nn.Module, layers: Iterable[PrunableLayer]) -> list[nn.Parameter]:
-    """The parameters of a model that are not those of the layers; tied ones once."""
+    """The parameters of a model that belong to none of the layers; tied ones once."""
     pruned = {id(layer.parameter) for layer in layers}
     return [parameter for parameter in model.parameters() if id(parameter) not in pruned]
 
@@ -127,22 +126,21 @@ def visited(model: nn.Module) -> list[Block]:
 
 
 def onloading_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
-    """A function from a module to a context in which its weights are onloaded, as those outside of blocks are."""
+    """A function from a module to a context that onloads its weights; weights outside of blocks always are."""
     weights = by_module(visited(model))
     return lambda module: weights.get(module, RESIDENT).onloaded()
 
 
 def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[str]]]:
-    """Names of parameters and buffers grouped by the context that onloads them: first those outside of the blocks."""
-    groups: dict[str, list[str]] = {"": []}
-    visits: dict[str, Visit] = {"": partial(rest_onloaded, model)}
-    for block in visited(model):
-        groups[block.name], visits[block.name] = [], block.onloaded
+    """Names of parameters and buffers grouped by the context that onloads them; names outside of the blocks first."""
+    groups: dict[str, tuple[Visit, list[str]]] = {"": (partial(rest_onloaded, model), [])}
+    groups |= {block.name: (block.onloaded, []) for block in visited(model)}
     for name in names:
-        parts = name.split(".")
-        prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
-        groups[next((prefix for prefix in prefixes if prefix in groups), "")].append(name)
-    return [(visits[block_name], group) for block_name, group in groups.items()]
+        fields = name.split(".")
+        prefixes = (".".join(fields[:end]) for end in range(1, len(fields)))
+        _, group = groups[next((prefix for prefix in prefixes if prefix in groups), "")]
+        group.append(name)
+    return list(groups.values())
 
 
 def rest_onloaded(model: nn.Module) -> AbstractContextManager[None]:
@@ -161,12 +159,12 @@ def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str,
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module contains layers; lists of bare matrices, such as heads and adapters, are no lists of blocks."""
+    """Whether a module contains layers; a list of bare matrices, such as heads or adapters, has no blocks."""
     return any(find_layer(child) is not None for child in module.modules() if child is not module)
 
 
 def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
-    """The weights that each module inside of some blocks belongs to."""
+    """The weights of the block that a module is in, by module."""
     return {module: block.weights for block in blocks for module in block.module.modules()}
 
 
@@ -246,7 +244,7 @@ def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignor
     blocks = find_blocks(model)
     layers, skipped = _candidates(model, [name for name, _ in blocks], targets, ignore)
     structure = Structure(
-        tuple(Block(name, each, tuple(layers.get(name, ())), weights_of(model, each)) for name, each in blocks),
+        tuple(Block(name, block, tuple(layers.get(name, ())), weights_of(model, block)) for name, block in blocks),
         tuple(layers.get(None, ())),
         skipped,
     )
@@ -297,7 +295,7 @@ def _candidates(
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PrunableLayer | None]]:
     """Every possible layer: its name, the module, and the layer, None if the module has none.
 
-    A layer has the name of its module or, of fused experts, that of the parameter, without the suffix "weight".
+    A layer has the name of its module or, for fused experts, of the parameter, without the suffix "weight".
     """
     for name, module in model.named_modules():
         keys = expert_parameters(module)
@@ -312,12 +310,9 @@ def _ends(model: nn.Module) -> dict[str, str]:
     """The first and the last layer in the order of their definition, with the reason why they stay dense."""
     weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
     names = [name for name, weight in weights if isinstance(weight, Tensor) and _is_matrix(weight)]
-    ends = {"first": names[:1], "last": names[-1:]}
-    return {
-        name: f"the {place} layer of a model without repeated layers stays dense unless targets names it"
-        for place, layers in ends.items()
-        for name in layers
-    }
+    ends = {names[0]: "first", names[-1]: "last"} if names else {}
+    reason = "the {} layer of a model without repeated layers stays dense unless targets names it"
+    return {name: reason.format(place) for name, place in ends.items()}
 
 
 def _is_matrix(weight: Tensor) -> bool:

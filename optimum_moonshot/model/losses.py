@@ -4,7 +4,7 @@
 masked tokens of a masked one, the class of an image. The gradient is computed sample by sample, so that a large
 vocabulary needs a float32 copy of one sample's logits only.
 
-Of a model without a head it is half the squared change of its output (`OutputLoss`).
+For a model without a head, it is half the squared change of its output (`OutputLoss`).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
 
 
 def default_loss(model: nn.Module, seed: int) -> Loss | None:
-    """The loss of a model for which the caller gives none; None is the cross-entropy of its logits."""
+    """The loss of a model if the caller gives none; None is the cross-entropy of its logits."""
     return None if has_head(type(model)) else OutputLoss(model, seed)
 
 
@@ -46,8 +46,8 @@ class OutputLoss:
 
     At Ŵ the gradient of a squared change is zero, and its Hessian is the Gauss–Newton matrix JᵀJ of the output. One
     backward pass per sample estimates it: with random signs r, E[r rᵀ] = I, the gradient g = Jᵀ r of ⟨r, y⟩ has
-    E[g gᵀ] = JᵀJ. So the gradient of a result is that of ⟨r, y⟩, without the constant factor, while its value is ℓ_n,
-    or 0 unless the dense outputs were remembered. The signs follow from the seed and the sample's content.
+    E[g gᵀ] = JᵀJ. So the result has the gradient of ⟨r, y⟩, without the constant factor, while its value is ℓ_n, or 0
+    unless the dense outputs were remembered. The signs follow from the seed and the sample's content.
     """
 
     def __init__(self, model: nn.Module, seed: int):
@@ -65,7 +65,7 @@ class OutputLoss:
         return torch.stack([self._loss(digest, values) for digest, values in self._samples(output, batch)])
 
     def _loss(self, digest: str, values: Tensor) -> Tensor:
-        # As HALF_SCALE: pooling divides the gradient of each token by their number.
+        # As in `loss_gradient`: pooling divides the gradient of each token by the number of tokens.
         scale = HALF_SCALE if self.pooling.modes and next(self.model.parameters()).dtype == torch.float16 else 1.0
         product = scale * (values.float() * random_signs(values.shape, f"{self.seed} {digest}").to(values.device)).sum()
         loss = product - product.detach()
@@ -118,9 +118,15 @@ def pooled_output(model: nn.Module, output: Any, batch: Batch, pooling: Pooling)
 
 def is_causal(model: nn.Module) -> bool:
     """Whether the model predicts the next token of its own input."""
-    config = getattr(model, "config", None)
-    can_generate = getattr(model, "can_generate", lambda: False)()
-    return bool(can_generate) and not getattr(config, "is_encoder_decoder", False)
+    return _can_generate(model) and not _is_encoder_decoder(model)
+
+
+def _can_generate(model: Any) -> bool:
+    return hasattr(model, "can_generate") and bool(model.can_generate())
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -129,30 +135,30 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     A causal language model predicts its own input, one position ahead; other models need `labels` ([B] or [B, T]) in
     the batch, or `MoonshotError` is raised.
     """
-    if "labels" in batch:
-        labels = batch["labels"]
-    else:
-        message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
-        able = is_causal(model) and "input_ids" in batch
-        require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
-        mask = token_mask(batch)
-        assert mask is not None
-        seen = mask & functional.pad(mask[:, :-1], (1, 0), value=True)  # padding predicts nothing
-        labels = batch["input_ids"].masked_fill(~seen, IGNORED)
-        config = getattr(model, "config", None)
-        for kind, field in itertools.product(("image", "video", "audio"), ("id", "index")):
-            token = getattr(config, f"{kind}_token_{field}", None)
-            if isinstance(token, int):  # a placeholder for features, which is not predicted
-                labels = labels.masked_fill(batch["input_ids"] == token, IGNORED)
-    if is_causal(model) and labels.ndim == 2:
-        labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return labels
+    labels = batch["labels"] if "labels" in batch else _next_tokens(model, batch)
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if is_causal(model) and labels.ndim == 2 else labels
+
+
+def _next_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """The input of a causal language model as its labels, without padding and placeholders for features."""
+    message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
+    able = is_causal(model) and "input_ids" in batch
+    require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
+    mask = token_mask(batch)
+    assert mask is not None
+    ids = batch["input_ids"]
+    ignored = ~(mask & functional.pad(mask[:, :-1], (1, 0), value=True))  # padding predicts nothing
+    for kind, field in itertools.product(("image", "video", "audio"), ("id", "index")):
+        token = getattr(getattr(model, "config", None), f"{kind}_token_{field}", None)
+        if isinstance(token, int):
+            ignored = ignored | (ids == token)
+    return ids.masked_fill(ignored, IGNORED)
 
 
 def labelled(model: nn.Module, batch: dict[str, Tensor], required: bool) -> Tensor:
-    """Bool [B], True for samples with a label, by which they have a loss.
+    """Bool [B], True for samples with a label, and so with a loss.
 
-    All, if the batch has no labels and these are not `required`, or do not follow from its tokens.
+    All are, if the batch has no labels and these are not `required`, or do not follow from its tokens.
     """
     if "labels" not in batch and not (required and is_causal(model) and "input_ids" in batch):
         first = batch.get("input_ids", next(iter(batch.values())))
@@ -164,18 +170,17 @@ def labelled(model: nn.Module, batch: dict[str, Tensor], required: bool) -> Tens
 def loss_gradient(
     model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The start of the backward pass: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
+    """The start of the backward pass, a tensor of the graph and the gradient of Σ_n ℓ_n at it, and every ℓ_n, [B].
 
     `loss` is a function (output, batch) → [B] losses to use instead of the cross-entropy of the output's logits. Raises
     `MoonshotError` for no logits, no labels, or losses that are NaN.
     """
     loss = _applicable(loss, output, batch)
     if loss is not None:
-        total = _checked_losses(loss, output, batch)
-        differentiable = total.grad_fn is not None
+        values = _checked_losses(loss, output, batch)
         hint = "compute it from the output, without detach()"
-        require(differentiable, "its result has no gradient", field="loss", hint=hint)
-        return total.sum(), torch.ones((), dtype=total.dtype, device=total.device), total.detach().float()
+        require(values.grad_fn is not None, "its result has no gradient", field="loss", hint=hint)
+        return values.sum(), torch.ones((), dtype=values.dtype, device=values.device), values.detach().float()
     logits, labels = _logits_and_labels(model, output, batch)
     scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
     gradient, losses = torch.empty_like(logits, requires_grad=False), []
@@ -193,7 +198,7 @@ def loss_gradient(
 
 @torch.no_grad()
 def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
-    """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
+    """ℓ_n of a batch's samples, [B] in float32; arguments as in `loss_gradient`."""
     loss = _applicable(loss, output, batch)
     if loss is not None:
         return _checked_losses(loss, output, batch).float()
@@ -202,7 +207,7 @@ def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss:
 
 
 def _applicable(loss: Loss | None, output: Any, batch: Batch) -> Loss | None:
-    """The loss; None where a default one meets logits and their labels, which a caller's `forward` may give."""
+    """The loss; None for an `OutputLoss` with logits and labels, which a caller's `forward` may give."""
     return None if isinstance(loss, OutputLoss) and "labels" in batch and _logits(output) is not None else loss
 
 
@@ -254,19 +259,18 @@ def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
 
 def needs_its_text(model: nn.Module, batch: dict[str, Tensor]) -> bool:
     """Whether the data has tokens alone for a model whose decoder writes what its encoder reads."""
-    config = getattr(model, "config", None)
-    writes = getattr(config, "is_encoder_decoder", False) and getattr(model, "can_generate", lambda: False)()
     given = {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
-    return bool(writes) and "input_ids" in batch and not given
+    return _is_encoder_decoder(model) and _can_generate(model) and "input_ids" in batch and not given
 
 
 def add_text_labels(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Add each sample's tokens as its labels: the decoder reproduces the text, as a denoiser such as BART does."""
-    masked = [(batch, token_mask(batch)) for batch in batches]
-    return [
-        {**batch, "labels": batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(~mask, IGNORED)}
-        for batch, mask in masked
-    ]
+    labelled = []
+    for batch in batches:
+        mask = token_mask(batch)
+        assert mask is not None
+        labelled.append({**batch, "labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
+    return labelled
 
 
 def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:

@@ -3,21 +3,22 @@
 A module of experts (experts.py) reads tokens [T, H] and the indices and weights of each token's k experts, [T, k].
 With T·k tokens of one expert each as input, the same module computes every contribution c_e(t) = gate_e(t)·f_e(x_t)
 separately; its output for a token is their sum. A module that computes experts in one batched product (Llama 4) reads
-all tokens once per expert, [E·T, H], already weighted, and returns the contributions. A test decides which of both a
-module does, and checks the sum; names of families are not used.
+all tokens once per expert, [E·T, H], already weighted, and returns the contributions. A test call decides which of the
+two a module does, and checks the sum; names of families are not used.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
-from .calls import close, first_tensor, run_model
+from .calls import Arguments, calling, close, first_tensor, recorded, run_model
 from .experts import expert_parameters, routing, with_others
 from .layers import onloaded_in_turn, onloading_in, visited
 
@@ -59,14 +60,13 @@ class Mixture:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> "MixtureCall":
         """Interpret a call; `MoonshotError` if its arguments do not show which token is sent to which expert."""
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         routes = routing(args, kwargs)
         whole = isinstance(output, Tensor) and output.ndim == 2
         if whole and routes is not None:
-            index, weights = routes
-            hidden = [each for each in tensors if each is not index and each is not weights]
-            if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(index) == len(output):
-                return RoutedCall(self, args, kwargs, hidden[0], index, weights, output)
+            hidden = [tensor for tensor in tensors if all(tensor is not route for route in routes)]
+            if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(routes[0]) == len(output):
+                return RoutedCall(self, (args, kwargs), hidden[0], routes, output)
         if whole and len(tensors) == 1 and tensors[0].shape == output.shape and len(output) % self.count == 0:
             return RepeatedCall(self, tensors[0].detach(), output.detach())
         message = f"the arguments of {type(self.module).__name__} do not show which token it sends to which expert"
@@ -81,57 +81,58 @@ class Piece(NamedTuple):
     slopes: Tensor | None  # <∂ℓ/∂y_t, c_e(t)>  [t, k]; None without gradients
 
 
-class MixtureCall(Protocol):
+class MixtureCall(ABC):
     """One call of a module of experts."""
 
-    @property
-    def chosen(self) -> int:
-        """The largest number of experts of a token."""
+    mixture: Mixture
+    experts: Tensor  # int64 [T, k], as in `Piece`
+    chosen: int  # the largest number of experts of a token
+    output: Tensor
 
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
         """All contributions, in pieces of `room` bytes; `delta` is the gradient at the output, [T, H] or [E·T, H]."""
+        tokens, choices = self.experts.shape
+        together = max(1, room // (choices * (8 * self.output.shape[-1] + 16 * self.mixture.count)))
+        delta = None if delta is None else self._by_token(delta)
+        for first in range(0, tokens, together):
+            some = slice(first, first + together)
+            parts = self._contributions(some).float()
+            slopes = None if delta is None else (parts * delta[some].float()).sum(2)
+            yield Piece(self.experts[some], parts, slopes)
 
-    def instead(self) -> Tensor | None:
+    @abstractmethod
+    def equivalent(self) -> Tensor | None:
         """Another output that is equivalent if only the sum of a token's contributions matters.
 
         None if the module returned that sum; raises `MoonshotError` if it returned something else.
         """
 
+    @abstractmethod
+    def _contributions(self, tokens: slice) -> Tensor:
+        """The contributions to some tokens, [t, k, H]."""
 
-@dataclass(eq=False)
-class RoutedCall:
+    @abstractmethod
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        """A tensor in the layout of the output as [T, 1, H] or [T, E, H]."""
+
+
+class RoutedCall(MixtureCall):
     """A call with the tokens [T, H] and the indices and weights of every token's experts, [T, k].
 
     Raises `MoonshotError` for an index beyond the last expert, such as a null choice.
     """
 
-    mixture: Mixture
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden: Tensor
-    index: Tensor
-    weights: Tensor
-    output: Tensor
+    def __init__(
+        self, mixture: Mixture, arguments: Arguments, hidden: Tensor, routes: tuple[Tensor, Tensor], output: Tensor
+    ):
+        self.mixture, self.arguments, self.hidden, self.output = mixture, arguments, hidden, output.detach()
+        self.experts, self.weights = routes
+        self.chosen = self.experts.shape[1]
+        within = bool((self.experts < mixture.count).all())
+        require(within, f"{mixture.name}: its router has more choices than its {mixture.count} experts")
+        self.tokens = hidden.detach().clone()  # the model may write to its tensor before the backward pass
 
-    def __post_init__(self) -> None:
-        name, count = self.mixture.name, self.mixture.count
-        require(bool((self.index < count).all()), f"{name}: its router has more choices than its {count} experts")
-        self.output = self.output.detach()
-        self.tokens = self.hidden.detach().clone()  # the model may write to its tensor before the backward pass
-
-    @property
-    def chosen(self) -> int:
-        return self.index.shape[1]
-
-    def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
-        together = max(1, room // (self.chosen * (8 * self.tokens.shape[1] + 16 * self.mixture.count)))
-        for first in range(0, len(self.tokens), together):
-            tokens = slice(first, first + together)
-            parts = self._parts(tokens).float()
-            slopes = None if delta is None else (parts * delta[tokens, None].float()).sum(2)
-            yield Piece(self.index[tokens], parts, slopes)
-
-    def instead(self) -> None:
+    def equivalent(self) -> None:
         try:
             total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
         except Exception as error:  # a module may fail in any way at an unexpected call
@@ -141,46 +142,37 @@ class RoutedCall:
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")
 
     @torch.no_grad()
-    def _parts(self, tokens: slice) -> Tensor:
-        """The contributions to some tokens, [t, k, H]: each choice is passed as a separate token."""
-        index, weights = (each.detach()[tokens].reshape(-1, 1) for each in (self.index, self.weights))
+    def _contributions(self, tokens: slice) -> Tensor:
+        """Each choice is passed as a separate token."""
+        index, weights = (choices.detach()[tokens].reshape(-1, 1) for choices in (self.experts, self.weights))
         alone = self.tokens[tokens].repeat_interleave(self.chosen, 0)
-        changes = (self.hidden, alone), (self.index, index), (self.weights, weights)
-        args, kwargs = with_others(self.args, self.kwargs, *changes)
+        changes = (self.hidden, alone), (self.experts, index), (self.weights, weights)
+        args, kwargs = with_others(*self.arguments, *changes)
         output = self.mixture.module.forward(*args, **kwargs)
         return output.unflatten(0, (-1, self.chosen))
 
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        return tensor[:, None]
 
-class RepeatedCall:
+
+class RepeatedCall(MixtureCall):
     """A call with all tokens once per expert, [E·T, H], as zeros where a token is not routed to the expert."""
 
     def __init__(self, mixture: Mixture, inputs: Tensor, output: Tensor):
-        self.mixture = mixture
-        self.sent = self._by_token(inputs).any(2)
-        self.output = self._by_token(output)
+        self.mixture, self.output = mixture, output
+        sent = self._by_token(inputs).any(2)
+        self.experts = torch.where(sent, torch.arange(mixture.count, device=sent.device), mixture.count)
+        self.chosen = int(sent.sum(1).max())
+
+    def equivalent(self) -> Tensor:
+        mean = self._by_token(self.output).mean(1, keepdim=True)
+        return mean.expand(-1, self.mixture.count, -1).transpose(0, 1).flatten(0, 1)
+
+    def _contributions(self, tokens: slice) -> Tensor:
+        return self._by_token(self.output)[tokens]
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """[T, E, H] of a tensor with the tokens of one expert after another."""
         return tensor.unflatten(0, (self.mixture.count, -1)).transpose(0, 1)
-
-    @property
-    def chosen(self) -> int:
-        return int(self.sent.sum(1).max())
-
-    def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
-        count = self.mixture.count
-        together = max(1, room // (count * (8 * self.output.shape[2] + 16 * count)))
-        numbers = torch.arange(count, device=self.output.device)
-        by_token = None if delta is None else self._by_token(delta)
-        for first in range(0, len(self.output), together):
-            tokens = slice(first, first + together)
-            parts = self.output[tokens].float()
-            slopes = None if by_token is None else (parts * by_token[tokens].float()).sum(2)
-            yield Piece(torch.where(self.sent[tokens], numbers, count), parts, slopes)
-
-    def instead(self) -> Tensor:
-        mean = self.output.mean(1, keepdim=True).expand_as(self.output)
-        return mean.transpose(0, 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -206,16 +198,16 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     mixtures = [mixture for mixture in mixtures if mixture.count > 1]
     message = f"{name} has no experts in fused parameters"
     require(bool(mixtures), message, field="pattern", value="experts", hint="use a mixture of experts")
-    trials = [_Trial(mixture, model) for mixture in mixtures]
-    with ExitStack() as hooks:
+    trials = [_Trial(mixture) for mixture in mixtures]
+    parents = {mixture.name: model.get_submodule(mixture.name.rpartition(".")[0]) for mixture in mixtures}
+    with recorded(parents) as arguments, onloaded_in_turn(visited(model)), ExitStack() as hooks:
         for trial in trials:
-            trial.enter(hooks)
-        hooks.enter_context(onloaded_in_turn(visited(model)))
+            hooks.callback(trial.mixture.module.register_forward_hook(trial.see, with_kwargs=True).remove)
         run_model(model, probe)
     understood = [trial for trial in trials if trial.chosen and not trial.reason]
     counts = {trial.mixture.count for trial in understood}
     unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
-    for trial in trials:  # all mixtures of one size lose experts together
+    for trial in trials:  # experts are removed from all mixtures of one size together
         supported = trial in understood or trial.mixture.count not in (counts or {trial.mixture.count})
         require(supported, trial.reason or f"{trial.mixture.name}: {unreached}")
     sizes = " and ".join(map(str, sorted(counts)))
@@ -223,50 +215,37 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     require(len(counts) == 1, message, field="pattern", value="experts")
     onloaded = onloading_in(model)
     for trial in understood:
-        with onloaded(trial.around):
-            trial.check()
+        parent = parents[trial.mixture.name]
+        with onloaded(parent):
+            trial.check(parent, arguments[trial.mixture.name])
     chosen = max(trial.chosen for trial in understood)
     return Mixtures(tuple(trial.mixture for trial in understood), counts.pop(), chosen)
 
 
+@dataclass(eq=False)
 class _Trial:
-    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure."""
+    """What the calls of a module of experts show: the number of experts of a token, or the reason of a failure."""
 
-    def __init__(self, mixture: Mixture, model: nn.Module):
-        self.mixture, self.chosen, self.reason = mixture, 0, ""
-        self.call: MixtureCall | None = None  # the last
-        self.around = model.get_submodule(mixture.name.rpartition(".")[0])
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of its parent
-        self.replacement: Tensor | None = None  # of the module's output
+    mixture: Mixture
+    first: MixtureCall | None = None
+    chosen: int = 0
+    reason: str = ""
 
-    def enter(self, hooks: ExitStack) -> None:
-        """Watch every call until `hooks` are closed."""
-        hooks.callback(self.around.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        hooks.callback(self.mixture.module.register_forward_hook(self._see, with_kwargs=True).remove)
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = (args, kwargs)
-
-    def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.replacement is not None:
-            return self.replacement
+    def see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         try:
             call = self.mixture.call(args, kwargs, output)
         except MoonshotError as error:
             self.reason = str(error)
-            return None
-        self.chosen, self.call = max(self.chosen, call.chosen), call
-        return None
+            return
+        self.first, self.chosen = self.first or call, max(self.chosen, call.chosen)
 
-    def check(self) -> None:
+    def check(self, parent: nn.Module, arguments: Arguments) -> None:
         """Raise `MoonshotError` unless the output of the module, or of its parent, is the sum of the contributions."""
-        replacement = None if self.call is None else self.call.instead()
+        replacement = None if self.first is None else self.first.equivalent()
         if replacement is None:
             return
-        args, kwargs = self.arguments
-        expected = first_tensor(self.around(*args, **kwargs))
-        with ExitStack() as hooks:
-            self.enter(hooks)
-            self.replacement = replacement
-            output = first_tensor(self.around(*args, **kwargs))
+        args, kwargs = arguments
+        expected = first_tensor(parent(*args, **kwargs))
+        with calling(self.mixture.module, lambda *_, **__: replacement):
+            output = first_tensor(parent(*args, **kwargs))
         require(close(output, expected), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 # Not from transformers itself: some releases hide it there where torchvision is missing.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -20,17 +22,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a model has positions for, in tokens; None if its configuration has no limit."""
-    config = _text_config(model)
+    config = text_config(model)
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def vocabulary_size(model: nn.Module) -> int:
     """The width of a language model's logits; 1 if the configuration has none."""
-    return getattr(_text_config(model), "vocab_size", None) or 1
+    return getattr(text_config(model), "vocab_size", None) or 1
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model's language model, which may be nested; None without one."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -68,7 +71,7 @@ def takes_images(model: nn.Module) -> bool:
 def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """A model's tokenizer; None if there is none, as for image models.
 
-    `name_or_path` is a folder or a Hub repository, `options` are those of `from_pretrained`, also in `load_processor`.
+    `name_or_path` is a folder or a Hub repository; `options` are passed to `from_pretrained`, also in `load_processor`.
     Raises `MoonshotError` if the folder has a tokenizer that cannot be loaded.
     """
     try:
@@ -101,7 +104,8 @@ def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **opt
     """The processor of a model that reads images, or images and text; None for other models, or if there is none."""
     options.pop("gguf_file", None)  # which has none
     loaders: list[Any] = [AutoProcessor] if reads_images_and_text(model) else []
-    for loader in [*loaders, AutoImageProcessor] if takes_images(model) else loaders:
+    loaders += [AutoImageProcessor] if takes_images(model) else []
+    for loader in loaders:
         try:
             return loader.from_pretrained(name_or_path, **options)
         except (OSError, ValueError, KeyError, ImportError, TypeError):
@@ -131,8 +135,16 @@ def edited(config: PreTrainedConfig, edit: Mapping[str, Any]) -> PreTrainedConfi
     values = config.to_dict()
     for path, value in edit.items():
         *parents, name = path.split(".")
-        owner = values
-        for parent in parents:
-            owner = owner[parent]
-        owner[name] = value
+        reduce(getitem, parents, values)[name] = value
     return type(config).from_dict(values)
+
+
+def on_meta_device(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without weights; a class may refuse its configuration with any exception."""
+    with torch.device("meta"):
+        return cls(config)
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error, which has the reason in errors of configurations."""
+    return str(error).strip().rpartition("\n")[2].strip()

@@ -5,8 +5,8 @@ decides what that loads, so calibration, solvers and recovery need not know whet
 or on the device.
 
 `from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
-call of the module and offloads them after it. `Offloaded.onloaded` loads those of a whole block at once and disables
-the hooks meanwhile.
+call of the module and offloads them after it. `Offloaded.onloaded` loads the weights of a whole block at once and
+disables the hooks until its end.
 
 Write-back is explicit: a weight is stored on exit if `mark_written` declared it, and dropped otherwise. Stored weights
 shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their zeros allow. The
@@ -16,6 +16,7 @@ checkpoint never changes.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_tensor
-from .source_files import SourceFiles, copy_from_files, guard_source, unprefixed
+from .source_files import SourceFiles, copy_from_files, guard_source, offload_hooks, unprefixed
 
 Load = Callable[[], Tensor]
 
@@ -32,7 +33,7 @@ class Weights(Protocol):
     """The weights of a block."""
 
     def onloaded(self) -> AbstractContextManager[None]:
-        """A context in which the block's parameters hold its weights. Reentrant."""
+        """A reentrant context in which the block's parameters hold its weights."""
 
 
 class Resident:
@@ -76,13 +77,17 @@ class WrittenMap(Mapping[str, Tensor]):
         return name not in getattr(table, "state_dict", table)
 
 
-class _Slot(NamedTuple):
+@dataclass
+class _Slot:
     """A parameter or buffer that a hook loads."""
 
     owner: nn.Module
     key: str
-    hook: Any  # accelerate's AlignDevicesHook
-    name: str  # in its map
+    hook: Any = field(compare=False)  # accelerate's AlignDevicesHook
+    name: str = field(compare=False)  # in its map
+    placeholder: Any = field(default=None, compare=False)  # the module's tensor while the weight is offloaded
+    # While the weight is onloaded: always the same object, since layers are identified by their parameter.
+    parameter: nn.Parameter | None = field(default=None, compare=False)
 
     @property
     def table(self) -> dict[str, Any]:
@@ -100,8 +105,6 @@ class Offloaded:
         self.written: set[tuple[nn.Module, str]] = set()  # owner and key of the weights to store on exit
         self._spill: SpillFile | None = None
         self._depth = 0
-        self._placeholders: list[Tensor] = []  # the tensors in the slots while offloaded
-        self._parameters: list[nn.Parameter | None] = [None] * len(slots)
         for slot in slots:
             _wrap_map(slot.hook)
 
@@ -114,7 +117,8 @@ class Offloaded:
     def onloaded(self) -> Iterator[None]:
         """A context in which the weights are in the model; those declared by `mark_written` are stored on exit."""
         if self._depth == 0:
-            self._placeholders = [slot.table[slot.key] for slot in self.slots]
+            for slot in self.slots:
+                slot.placeholder = slot.table[slot.key]
             try:
                 self._onload()
             except BaseException:
@@ -133,26 +137,25 @@ class Offloaded:
 
     def _onload(self) -> None:
         tied: dict[tuple[int, Any], nn.Parameter] = {}  # placeholder and device → the one parameter
-        for index, (slot, placeholder) in enumerate(zip(self.slots, self._placeholders, strict=True)):
+        for slot in self.slots:
             _ONLOADED[slot.owner] = self
+            weights, placeholder = slot.hook.weights_map, slot.placeholder
             key = (id(placeholder), slot.hook.execution_device)
             if key in tied:
-                self._parameters[index] = slot.table[slot.key] = tied[key]
+                slot.parameter = slot.table[slot.key] = tied[key]
                 continue
-            stored = slot.hook.weights_map[slot.name]
-            if slot.name not in slot.hook.weights_map.written:
+            stored = weights[slot.name]
+            if slot.name not in weights.written:
                 Offloaded.read += stored.nbytes
             tensor = stored.to(slot.hook.execution_device)
-            if tensor is stored and not slot.hook.weights_map.on_disk(slot.name):
+            if tensor is stored and not weights.on_disk(slot.name):
                 tensor = tensor.clone()  # writes in place must not reach the stored tensor before exit
             if isinstance(placeholder, nn.Parameter):
-                # The same object every time: layers are identified by their parameter.
-                parameter = self._parameters[index]
-                if parameter is None:
-                    self._parameters[index] = parameter = nn.Parameter(tensor, requires_grad=placeholder.requires_grad)
-                parameter.data = tensor
-                parameter.requires_grad_(placeholder.requires_grad)
-                tensor = tied[key] = parameter
+                if slot.parameter is None:
+                    slot.parameter = nn.Parameter(tensor, requires_grad=placeholder.requires_grad)
+                slot.parameter.data = tensor
+                slot.parameter.requires_grad_(placeholder.requires_grad)
+                tensor = tied[key] = slot.parameter
             slot.table[slot.key] = tensor
         for slot in self.slots:
             slot.hook.offload = False
@@ -160,26 +163,26 @@ class Offloaded:
     def _store_written(self) -> None:
         """Store the declared weights, under every slot that holds them: tied ones have several."""
         written = {id(slot.table[slot.key]) for slot in self.slots if (slot.owner, slot.key) in self.written}
-        for index, slot in enumerate(self.slots):
+        for slot in self.slots:
             tensor = slot.table[slot.key]
             if id(tensor) not in written:
                 continue
-            untied = tensor is not self._parameters[index]
+            untied = tensor is not slot.parameter
             if untied:
-                self._parameters[index] = None
-            if untied or tensor.shape != self._placeholders[index].shape:
+                slot.parameter = None
+            if untied or tensor.shape != slot.placeholder.shape:
                 empty = tensor.detach().to("meta")
                 parameter = isinstance(tensor, nn.Parameter)
-                self._placeholders[index] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                slot.placeholder = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
             slot.hook.weights_map.written[slot.name] = self._store(slot, tensor.detach())
 
     def _clear(self) -> None:
         self.written.clear()
-        for slot, placeholder, parameter in zip(self.slots, self._placeholders, self._parameters, strict=True):
+        for slot in self.slots:
             _ONLOADED.pop(slot.owner, None)
-            slot.table[slot.key] = placeholder
-            if parameter is not None:
-                parameter.data = parameter.detach().new_empty(0)
+            slot.table[slot.key] = slot.placeholder
+            if slot.parameter is not None:
+                slot.parameter.data = slot.parameter.detach().new_empty(0)
             slot.hook.offload = True
 
     def _store(self, slot: _Slot, tensor: Tensor) -> Load:
@@ -200,17 +203,15 @@ class Offloaded:
     def changes(self) -> Changes:
         """The weights stored so far, for `restore`."""
         written = [dict(slot.hook.weights_map.written) for slot in self.slots]
-        onloaded = self._depth > 0
-        return Changes(written, self._placeholders[:] if onloaded else [slot.table[slot.key] for slot in self.slots])
+        return Changes(written, [slot.placeholder if self._depth else slot.table[slot.key] for slot in self.slots])
 
     def restore(self, changes: Changes) -> None:
         """Drop the weights stored since `changes` was called."""
-        for slot, before in zip(self.slots, changes.written, strict=True):
-            slot.hook.weights_map.written = dict(before)
-        if self._depth:
-            self._placeholders = changes.placeholders[:]
-        else:
-            for slot, placeholder in zip(self.slots, changes.placeholders, strict=True):
+        for slot, written, placeholder in zip(self.slots, *changes, strict=True):
+            slot.hook.weights_map.written = dict(written)
+            if self._depth:
+                slot.placeholder = placeholder
+            else:
                 slot.table[slot.key] = placeholder
         self._spill = None  # the loaders that remain keep the file open
 
@@ -232,36 +233,28 @@ _WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the 
 _FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
-def hooked(module: nn.Module) -> list[Any]:
-    """accelerate's hooks that load a module's weights."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))
-    return [each for each in hooks if getattr(each, "offload", False) or getattr(each, "weights_map", None) is not None]
-
-
 def _wrap_map(hook: Any) -> None:
     if not isinstance(hook.weights_map, WrittenMap):
         hook.weights_map = WrittenMap(hook.weights_map)
 
 
-def hold_weights(model: nn.Module) -> None:
-    """Make a model that was loaded just before independent of its files, or check these at every read of a weight.
+def detach_from_files(model: nn.Module) -> None:
+    """Make a model that was just loaded independent of its files.
 
-    The latter are those of offloaded weights, which `save_pretrained` does not overwrite.
+    The files of offloaded weights are checked at every read instead, and `save_pretrained` does not overwrite them.
     """
     copy_from_files(model)
     for module in model.modules():
-        for hook in hooked(module):
-            if hook.weights_map is not None:
-                _wrap_map(hook)
+        for hook in offload_hooks(module):
+            _wrap_map(hook)
     guard_source(model)
 
 
 @contextmanager
-def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Inside the context the weights of some modules, by name, are offloaded, and onloaded to host memory.
+def offloaded_from(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]) -> Iterator[None]:
+    """A context in which the weights of some modules, by name, are offloaded and can be onloaded to host memory.
 
-    The model is not called meanwhile. The placeholders have the shapes and dtypes of the sources.
+    The model is not called in it. The placeholders have the shapes and dtypes of the sources.
     """
     from accelerate.hooks import AlignDevicesHook
 
@@ -281,32 +274,32 @@ def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether some of a model's weights are offloaded between calls."""
-    return any(hooked(module) for module in model.modules())
+    return any(offload_hooks(module) for module in model.modules())
 
 
 def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of a module without the hooks that load weights, and without the weights.
 
-    `memo` is that of `copy.deepcopy`, with replacements for the tensors.
+    `memo` is the argument of `copy.deepcopy`, with replacements for the tensors.
     """
     if not is_offloaded(module):
         return copy.deepcopy(module, memo)
     from accelerate.hooks import ModelHook, remove_hook_from_module
 
-    for each in module.modules():
-        attributes = (vars(each).get("_hf_hook"), vars(each).get(_WEIGHTS))
+    for inner in module.modules():
+        attributes = (vars(inner).get("_hf_hook"), vars(inner).get(_WEIGHTS))
         memo |= {id(value): ModelHook() for value in attributes if value is not None}
     return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
 
 
 def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
-    """The weights of one of a model's blocks or, with the model as `block`, those outside of its blocks `without`."""
+    """The weights of a block of a model; with the model as `block`, the weights outside of its blocks `without`."""
     from accelerate.utils import named_module_tensors
 
-    inside = {module for each in without for module in each.modules()}
+    others = {module for other in without for module in other.modules()}
     slots = []
-    for module in (module for module in block.modules() if module not in inside):
-        for hook in hooked(module):
+    for module in (module for module in block.modules() if module not in others):
+        for hook in offload_hooks(module):
             tensors = named_module_tensors(
                 module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
             )
@@ -317,7 +310,7 @@ def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] 
         return RESIDENT
     tie_again(model)
     cached: Offloaded | None = vars(block).get(_WEIGHTS)
-    if cached is None or [slot[:2] for slot in cached.slots] != [slot[:2] for slot in slots]:
+    if cached is None or cached.slots != slots:
         cached = vars(block)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
     return cached
 

@@ -22,7 +22,7 @@ _SAVE = "save_pretrained"
 
 
 class SourceFiles:
-    """Size and time of each file of one of accelerate's loaders, as they were when the model was loaded."""
+    """Size and time of the files of one of accelerate's loaders, from when the model was loaded."""
 
     def __init__(self, loader: Any):
         index = getattr(loader, "index", {})  # a dictionary in host memory has no files
@@ -31,12 +31,13 @@ class SourceFiles:
 
     @staticmethod
     def of(source: Any) -> "SourceFiles":
-        """Those of one of accelerate's maps from names to weights, the same for all maps of a loader."""
+        """The files behind one of accelerate's maps from names to weights, the same for all maps of a loader."""
         loader, _ = unprefixed(source, "")
         if not hasattr(loader, "index"):
             return SourceFiles(loader)
-        files: SourceFiles = vars(loader).setdefault(_FILES, None) or SourceFiles(loader)
-        vars(loader)[_FILES] = files
+        if _FILES not in vars(loader):
+            vars(loader)[_FILES] = SourceFiles(loader)
+        files: SourceFiles = vars(loader)[_FILES]
         return files
 
     @property
@@ -70,15 +71,21 @@ class SourceFiles:
 
 
 def unprefixed(source: Any, key: str) -> tuple[Any, str]:
-    """The table behind accelerate's maps with prefixes, and the name of a weight in it."""
+    """The table that accelerate's maps with prefixes read from, and the name of a weight in it."""
     while hasattr(source, "dataset"):
         source, key = source.dataset, source.prefix + key
     return source, key
 
 
+def offload_hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks that load a module's weights."""
+    hook = getattr(module, "_hf_hook", None)
+    return [hook for hook in getattr(hook, "hooks", (hook,)) if getattr(hook, "weights_map", None) is not None]
+
+
 def source_files(model: nn.Module) -> list[SourceFiles]:
-    """Those of all offloaded weights of a model; the first call records their sizes and times."""
-    hooks = [hook for module in model.modules() for hook in _hooks(module)]
+    """The files of all offloaded weights of a model; the first call records their sizes and times."""
+    hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
     maps = [getattr(hook.weights_map, "source", hook.weights_map) for hook in hooks]
     return list({id(files): files for files in map(SourceFiles.of, maps)}.values())
 
@@ -98,8 +105,10 @@ def copy_from_files(model: nn.Module) -> None:
 
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = copied(tensor)
-    hooks = [hook for module in model.modules() for hook in _hooks(module)]
-    for weights in {id(table): table for table in map(_host_weights, hooks)}.values():
+    hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
+    loaders = [unprefixed(getattr(hook.weights_map, "source", hook.weights_map), "")[0] for hook in hooks]
+    in_host_memory = [getattr(loader, "state_dict", loader) for loader in loaders]
+    for weights in {id(table): table for table in in_host_memory}.values():
         weights.update({name: copied(tensor) for name, tensor in weights.items()})
     # accelerate identifies tied weights by their address, which another weight could get once it is free.
     moved = {address: copy.data_ptr() for (address, _), copy in copies.items()}
@@ -109,19 +118,12 @@ def copy_from_files(model: nn.Module) -> None:
         tied.update(entries)
 
 
-def _host_weights(hook: Any) -> dict[str, Tensor]:
-    """The weights in host memory that one of accelerate's hooks loads."""
-    loader, _ = unprefixed(getattr(hook.weights_map, "source", hook.weights_map), "")
-    weights: dict[str, Tensor] = getattr(loader, "state_dict", loader)
-    return weights
-
-
 def guard_source(model: nn.Module) -> None:
     """Replace `save_pretrained` of a model with offloaded weights, and of its parts, by one that keeps their files."""
-    for part in model.modules():
-        if hasattr(type(part), _SAVE) and source_files(part):
+    for module in model.modules():
+        if hasattr(type(module), _SAVE) and source_files(module):
             # A partial is copied and pickled with its model; a bound method would refer to the original.
-            vars(part).setdefault(_SAVE, partial(_save_elsewhere, part))
+            vars(module).setdefault(_SAVE, partial(_save_elsewhere, module))
 
 
 def _save_elsewhere(model: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
@@ -133,14 +135,9 @@ def _save_elsewhere(model: Any, save_directory: str | os.PathLike[str], *args: A
 def check_not_source(model: nn.Module, folder: str | os.PathLike[str], field: str) -> None:
     """Raise `MoonshotError` if offloaded weights of a model are read from a folder, the value of a field."""
     check_path(field, folder)
-    read = {each for files in source_files(model) for each in files.folders}
+    sources = {source for files in source_files(model) for source in files.folders}
     message, hint = "the offloaded weights of the model are read from there", "give another folder"
-    require(Path(folder).resolve() not in read, message, field=field, value=folder, hint=hint)
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    hook = getattr(module, "_hf_hook", None)
-    return [each for each in getattr(hook, "hooks", (hook,)) if isinstance(getattr(each, "weights_map", None), Mapping)]
+    require(Path(folder).resolve() not in sources, message, field=field, value=folder, hint=hint)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

@@ -3,8 +3,8 @@
 They are probed, without a table of model names. The output of every linear layer of a decoder layer is replaced by
 random values, and automatic differentiation shows which of these reach which input column of which layer without
 passing through another linear layer. The columns of ``down_proj`` depend on one row of ``gate_proj`` and ``up_proj``
-each; those of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused and interleaved
-projections need no special case. A group is the smallest set of consecutive columns that can be removed: under
+each, the columns of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused projections,
+interleaved or not, need no special case. A group is the smallest set of consecutive columns that can be removed: under
 grouped-query attention a key-value head with all of its query heads; if one key-value head serves every query head, it
 stays and query heads are removed.
 """
@@ -22,7 +22,7 @@ from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
 from .isolation import differentiable_attention
-from .layers import Block, PrunableLayer, Structure, differentiated_in_turn, find_structure
+from .layers import PrunableLayer, Structure, differentiated_in_turn, find_structure
 from .model_info import max_positions, vocabulary_size
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
@@ -66,26 +66,27 @@ def find_structured_groups(
     not run, or ``torch.inference_mode()`` forbids it.
     """
     require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients", hint="leave its context")
-    blocks = [
-        dataclasses.replace(block, layers=tuple(each for each in block.layers if not (each.images or each.separate)))
-        for block in find_structure(model).blocks
-    ]
-    if not any(block.layers for block in blocks):
+    blocks = find_structure(model).blocks
+    linear = {b.name: [layer for layer in b.layers if not (layer.images or layer.separate)] for b in blocks}
+    layers = [layer for group in linear.values() for layer in group]
+    if not layers:
         return {}, {}
     with frozen(model):
         with differentiated_in_turn(blocks):
-            trace = _run_probe(model, blocks, inputs or probe_inputs(model))
+            trace = _run_probe(model, layers, inputs or probe_inputs(model))
         groups: dict[str, StructuredGroups] = {}
         sizes: dict[str, int] = {}  # of an earlier decoder layer, tried first
         for block in blocks:
-            leaves = {layer.name: trace.outputs[layer.name] for layer in block.layers if layer.name in trace.outputs}
+            leaves = {
+                layer.name: trace.outputs[layer.name] for layer in linear[block.name] if layer.name in trace.outputs
+            }
             for name in leaves:
                 relative = name.removeprefix(block.name)
                 group = _groups(trace, name, leaves, sizes.get(relative))
                 if group is not None:
                     groups[name], sizes[relative] = group, group.size
     used = {*groups, *(producer for group in groups.values() for producer in group.rows)}
-    names = [layer.name for block in blocks for layer in block.layers if layer.name not in used]
+    names = [layer.name for layer in layers if layer.name not in used]
     return groups, {name: UNEXPLAINED if name in trace.outputs else UNREACHED for name in names}
 
 
@@ -94,8 +95,8 @@ def structured_patterns(
 ) -> tuple[Structure, dict[str, Structured], list[str]]:
     """The layers to prune in a structured run, a pattern for each, and notes for the user.
 
-    Neurons are removed ``pattern.group`` at a time, heads always one by one. If the user has `chosen` the layers, also
-    those without neurons or heads lose columns, which remain as zeros; otherwise they stay dense.
+    Neurons are removed ``pattern.group`` at a time, heads always one by one. If the user has `chosen` the layers,
+    columns of layers without neurons or heads are set to zero as well; otherwise these layers stay dense.
     """
     groups, unused = find_structured_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
@@ -111,11 +112,11 @@ def structured_patterns(
         if chosen and layer.name not in groups and layer.name in patterns:
             notes.append(f"{layer.name}: its columns are no neurons or heads; zero columns make no model smaller")
 
-    def kept(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
+    def with_pattern(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
         return tuple(layer for layer in layers if layer.name in patterns)
 
-    blocks = tuple(dataclasses.replace(block, layers=kept(block.layers)) for block in structure.blocks)
-    structure = Structure(blocks, kept(structure.outside), skipped)
+    blocks = tuple(dataclasses.replace(block, layers=with_pattern(block.layers)) for block in structure.blocks)
+    structure = Structure(blocks, with_pattern(structure.outside), skipped)
     counts = {layer.name: layer.shape[1] // patterns[layer.name].group for layer in structure.layers()}  # of groups
     whole = [name for name, count in counts.items() if pattern.sparsity and not round(pattern.sparsity * count)]
     if whole:
@@ -127,7 +128,7 @@ def structured_patterns(
 
 
 def probe_inputs(model: nn.Module) -> Batch:
-    """A small random batch that a text or image model runs on; `MoonshotError` if the model reads something else."""
+    """A small random batch for a text or image model; `MoonshotError` for other models."""
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", "input_ids")
@@ -142,7 +143,7 @@ def probe_inputs(model: nn.Module) -> Batch:
     return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
 
 
-def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
+def _run_probe(model: nn.Module, layers: list[PrunableLayer], inputs: Batch) -> _Trace:
     """Run the model with every layer's output replaced by a random leaf."""
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
@@ -154,10 +155,8 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
         return random.clone()  # the model may write to it in place, which a leaf forbids
 
     with differentiable_attention(model), ExitStack() as hooks:
-        for block in blocks:
-            for layer in block.layers:
-                for module in layer.modules:
-                    hooks.callback(layer.at(module).watch(replace).remove)
+        for layer in layers:
+            hooks.enter_context(layer.watched(replace))
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
@@ -176,9 +175,9 @@ def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: i
     cotangents = _random_like(inputs, torch.Generator().manual_seed(0))
 
     def reached(columns: Tensor) -> Tensor:
-        return _reached(inputs, [part * columns.to(part.device) for part in cotangents], leaves)
+        return _reached(inputs, [cotangent * columns.to(cotangent.device) for cotangent in cotangents], leaves)
 
-    sizes = [size for size in range(1, width // 2 + 1) if width % size == 0]  # that leave two groups or more
+    sizes = [size for size in range(1, width // 2 + 1) if width % size == 0]  # two groups or more
     if likely and width % likely == 0:
         sizes.insert(0, likely)
     for size in sizes:
@@ -194,17 +193,14 @@ def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: i
 
 
 def _reached(outputs: list[Tensor], cotangents: list[Tensor], leaves: dict[str, list[Tensor]]) -> Tensor:
-    """Bool over the output channels of all leaves, one layer after another: whether they reach the outputs."""
-    flat = [leaf for parts in leaves.values() for leaf in parts]
-    gradients = iter(torch.autograd.grad(outputs, flat, cotangents, retain_graph=True, allow_unused=True))
-    masks = []
-    for parts in leaves.values():
-        reached = torch.zeros(parts[0].shape[-1], dtype=torch.bool)
-        for gradient in (next(gradients) for _ in parts):
-            if gradient is not None:
-                reached |= (gradient != 0).flatten(0, -2).any(0).cpu()
-        masks.append(reached)
-    return torch.cat(masks)
+    """Whether each output channel of all leaves, one layer after another, reaches the outputs: a bool vector."""
+    masks = {name: torch.zeros(calls[0].shape[-1], dtype=torch.bool) for name, calls in leaves.items()}
+    names, flat = zip(*((name, leaf) for name, calls in leaves.items() for leaf in calls), strict=True)
+    gradients = torch.autograd.grad(outputs, flat, cotangents, retain_graph=True, allow_unused=True)
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None:
+            masks[name] |= (gradient != 0).flatten(0, -2).any(0).cpu()
+    return torch.cat([*masks.values()])
 
 
 def _served(group_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -212,7 +208,7 @@ def _served(group_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -
 
     Two probes per binary digit of the group's index, the columns of the groups with and without that digit, decide for
     all channels at once: a channel that reaches two groups is in both probes of a digit in which they differ.
-    `reached` maps a bool mask of columns [d_in] to that of the channels of all layers that reach them.
+    `reached` maps a bool mask of columns [d_in] to a mask of the channels of all layers that reach them.
     """
     digits = range((count - 1).bit_length())
     single = every = silent = torch.tensor(True)
@@ -230,15 +226,15 @@ def _served(group_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -
 
 
 def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> dict[str, Tensor] | None:
-    """The parts of `served` of layers that reach any group; None unless a layer has equally many rows for each."""
+    """`served` by layer, for layers that reach any group; None unless each layer has equally many rows per group."""
     rows = {}
-    parts = served.split([parts[0].shape[-1] for parts in leaves.values()])
-    for name, part in zip(leaves, parts, strict=True):
-        sizes = torch.bincount(part[part >= 0], minlength=count)
+    widths = [calls[0].shape[-1] for calls in leaves.values()]
+    for name, groups in zip(leaves, served.split(widths), strict=True):
+        sizes = torch.bincount(groups[groups >= 0], minlength=count)
         if not (sizes == sizes[0]).all():
             return None
-        if (part >= -1).any():
-            rows[name] = part
+        if (groups >= -1).any():
+            rows[name] = groups
     return rows
 
 

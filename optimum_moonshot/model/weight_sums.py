@@ -21,15 +21,10 @@ from .calls import frozen, model_device, run_model, tolerance_of
 from .layers import Block
 from .losses import Loss, sample_losses
 
-LOSSES = "losses"  # the name of a caller's among `function_values`
+LOSSES = "losses"  # the name of a caller's losses among `function_values`
 _CHUNK = 2**22  # numbers that are summed at a time
 _NUMBERS = 64  # of each output that are compared
-_NEUTRAL = (
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "use_cache",
-)  # fields without an effect on weights
+_NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "use_cache")  # fields that change no function
 
 
 def model_sums(model: nn.Module, blocks: Iterable[Block]) -> dict[str, str]:
@@ -100,10 +95,10 @@ def tensor_sums(tensor: Tensor) -> str:
     rows = tensor.detach().reshape(1, -1) if tensor.ndim < 2 else tensor.detach().flatten(1)
     step = max(1, _CHUNK // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
-        part = rows[start : start + step].double()
-        ramp = torch.linspace(1, 2, part.shape[1], dtype=torch.float64, device=part.device)
-        factors = torch.arange(start + 1, start + len(part) + 1, dtype=torch.float64, device=part.device)
-        first, second = first + part.sum().item(), second + ((part @ ramp) * factors).square().sum().item()
+        chunk = rows[start : start + step].double()
+        ramp = torch.linspace(1, 2, chunk.shape[1], dtype=torch.float64, device=chunk.device)
+        factors = torch.arange(start + 1, start + len(chunk) + 1, dtype=torch.float64, device=chunk.device)
+        first, second = first + chunk.sum().item(), second + ((chunk @ ramp) * factors).square().sum().item()
     return f"{tensor.dtype} {tuple(tensor.shape)} {first} {second}"
 
 

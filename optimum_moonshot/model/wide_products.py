@@ -33,7 +33,7 @@ def wide_products(model: nn.Module) -> Iterator[None]:
     Enter it outside of modes that look at the operands of `functional.linear`. It intercepts all functions, which
     slows loops of small operations: those enter `plain_functions`.
     """
-    slow = slow_dtypes()  # often none: then the tensors, of which a large model has many, are not visited
+    slow = slow_dtypes()  # often empty, which saves a visit of the many tensors of a large model
     if not slow or slow.isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers())):
         yield
         return

@@ -129,10 +129,10 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
     require(not beyond, f"weight_meta marks values beyond input {d_in}")
 
 
-def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None, offsets: Tensor | None = None) -> Tensor:
+def unpack(values: Tensor, meta: Tensor, d_in: int, window: int = -1, offsets: Tensor | None = None) -> Tensor:
     """The dense matrix, on the device and in the dtype of `values`, which must have passed `check_packed`.
 
-    `window` and `offsets` are the results of `find_window` and `find_offsets`, computed if they are None.
+    `window` and `offsets` are the results of `find_window` and `find_offsets`; -1 and None compute them.
     """
     library = find_library()
     if type(values) is Tensor and library is not None and library.takes(values) and meta.is_contiguous():
@@ -141,9 +141,9 @@ def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None, o
     return unpack_by_torch(values, meta, d_in, window)
 
 
-def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
-    """As `unpack`, for devices and dtypes that the compiled library does not support."""
-    window = find_window(values, meta, d_in) if window is None else window
+def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int = -1) -> Tensor:
+    """Like `unpack`, for devices and dtypes that the compiled library does not support."""
+    window = find_window(values, meta, d_in) if window < 0 else window
     if window:
         return _unpack_windows(values, meta, d_in, window)
     dense = values.new_zeros(len(meta), d_in)
@@ -163,7 +163,7 @@ def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
 def select_rows(
     values: Tensor, meta: Tensor, offsets: Tensor | None, first: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows `first` to `stop` − 1 of a packed matrix, as views of its tensors; `offsets` is that of `find_offsets`."""
+    """Views of the tensors of rows `first` to `stop` − 1; `offsets` is the result of `find_offsets`."""
     if offsets is None:
         return values[first:stop], meta[first:stop], None
     begin = offsets[first : stop + 1]
@@ -198,11 +198,11 @@ def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Ten
     integers = values.contiguous().view(INTEGERS[values.dtype.itemsize]).view(-1, 8 // window, 1, per)
     step = 8 * bits // 64
     for start in range(0, len(codes), _STEP):
-        part = integers[start : start + _STEP].to(torch.int64)
+        shifted = integers[start : start + _STEP].to(torch.int64)
         if bits < 64:
-            part = part & (1 << bits) - 1
-        part = part << shifts.index_select(0, codes[start : start + _STEP].int())
-        words[start * step : (start + len(part)) * step] = reduce(torch.bitwise_or, part.unbind(-1)).flatten()
+            shifted = shifted & (1 << bits) - 1
+        shifted = shifted << shifts.index_select(0, codes[start : start + _STEP].int())
+        words[start * step : (start + len(shifted)) * step] = reduce(torch.bitwise_or, shifted.unbind(-1)).flatten()
     return words.view(values.dtype).view(len(meta), d_in)
 
 

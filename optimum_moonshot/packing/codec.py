@@ -18,7 +18,8 @@ from torch.nn import functional
 from ..errors import MoonshotError, require
 from ..objective.patterns import NM
 
-Parts = dict[str, Tensor]  # the tensors of a packed matrix, by suffix
+Parts = Mapping[str, Tensor]  # the tensors of a packed matrix, by suffix
+Shape = tuple[int, int]  # d_out, d_in
 # Of products with integer codes: rounded to 8 bits per row and group, where that is faster, or never rounded.
 INPUTS = ("int8", "float")
 
@@ -31,32 +32,26 @@ class Verdict(NamedTuple):
 
 
 class Codec(ABC):
-    """A packed format. Stateless: all methods take the tensors, by suffix, as an argument."""
+    """A packed format. Stateless: all methods get the tensors of a matrix as an argument.
+
+    In all methods, `parts` has all tensors of one matrix by suffix; `pattern` is the n:m of all its rows, or None if
+    rows differ; `plan` is the result of the method `plan` for these tensors, and is computed if it is None.
+    """
 
     name: str  # in the metadata of files
     suffixes: ClassVar[tuple[str, ...]]  # appended to the weight's name for each tensor
 
     @abstractmethod
     def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
-        """Pack a matrix.
-
-        Args:
-            matrix: [d_out, d_in], floating point, in host memory, of any strides.
-            pattern: n:m of all rows; None stores exactly the nonzeros.
+        """Pack a floating-point matrix in host memory, of any strides; without a pattern, exactly the nonzeros.
 
         Raises:
             MoonshotError: m consecutive inputs have more than n nonzeros.
         """
 
     @abstractmethod
-    def check(
-        self,
-        parts: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        dtype: dtype | None = None,
-        pattern: NM | None = None,
-    ) -> None:
-        """Validate the tensors of a matrix; `unpack` and `linear` require valid ones.
+    def check(self, parts: Parts, shape: Shape, dtype: dtype | None = None, pattern: NM | None = None) -> None:
+        """Validate the tensors of a matrix; all other methods require valid ones.
 
         Args:
             parts: all tensors, by suffix.
@@ -69,39 +64,18 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: Any = None) -> Tensor:
-        """The dense matrix [d_out, d_in], on the device of `parts`, which must have passed `check`.
-
-        Args:
-            parts: all tensors, by suffix.
-            shape: d_out, d_in.
-            plan: result of `plan` for these tensors; None computes it.
-        """
+    def unpack(self, parts: Parts, shape: Shape, plan: Any = None) -> Tensor:
+        """The dense matrix [d_out, d_in], on the device of `parts`."""
 
     @abstractmethod
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
-        """Bytes of the result of `pack`, without packing.
-
-        Args:
-            matrix: [d_out, d_in].
-            pattern: as for `pack`.
-        """
+        """Bytes of the result of `pack`, without packing."""
 
     @abstractmethod
-    def rows(
-        self, parts: Mapping[str, Tensor], shape: tuple[int, int], first: int, stop: int, plan: Any = None
-    ) -> tuple[Parts, Any]:
-        """The tensors of consecutive rows of a matrix, views of its tensors where possible, and their plan.
+    def rows(self, parts: Parts, shape: Shape, first: int, stop: int, plan: Any = None) -> tuple[Parts, Any]:
+        """The tensors of rows `first` to `stop` − 1, views where possible, and their plan."""
 
-        Args:
-            parts: all tensors, by suffix.
-            shape: d_out, d_in.
-            first: the first row.
-            stop: the row after the last.
-            plan: result of `plan` for these tensors; None computes it.
-        """
-
-    def stack(self, matrices: Sequence[Mapping[str, Tensor]], shapes: Sequence[tuple[int, int]]) -> Parts:
+    def stack(self, matrices: Sequence[Parts], shapes: Sequence[Shape]) -> Parts:
         """The tensors of one matrix with the rows of several, by default theirs one after another.
 
         Args:
@@ -110,22 +84,12 @@ class Codec(ABC):
         """
         return {suffix: torch.cat([parts[suffix] for parts in matrices]) for suffix in self.suffixes}
 
-    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Any:
-        """Precompute data for `unpack` and `linear`, valid until the contents of the tensors change.
-
-        Args:
-            parts: all tensors, by suffix.
-            shape: d_out, d_in.
-        """
+    def plan(self, parts: Parts, shape: Shape) -> Any:
+        """Precompute data for `unpack` and `linear`, valid until the contents of the tensors change."""
         return None
 
     def linear(
-        self,
-        inputs: Tensor,
-        parts: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        bias: Tensor | None = None,
-        plan: Any = None,
+        self, inputs: Tensor, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Any = None
     ) -> Tensor:
         """The product with a packed matrix; by default, the matrix is unpacked at each call.
 
@@ -141,14 +105,7 @@ class Codec(ABC):
         """
         return functional.linear(inputs, self.unpack(parts, shape, plan), bias)
 
-    def grouped(
-        self,
-        inputs: Tensor,
-        counts: Tensor,
-        parts: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        plan: Any = None,
-    ) -> Tensor:
+    def grouped(self, inputs: Tensor, counts: Tensor, parts: Parts, shape: Shape, plan: Any = None) -> Tensor:
         """The products of groups of inputs with a group's matrix each, which are stacked to one packed matrix.
 
         By default one call of `linear` for each group with inputs.
@@ -172,9 +129,7 @@ class Codec(ABC):
         outputs.append(inputs.new_zeros(len(inputs) - first, d_out))
         return torch.cat(outputs)
 
-    def decoding(
-        self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: dtype, device: device
-    ) -> Verdict:
+    def decoding(self, shape: Shape, pattern: NM | None, fraction: float, dtype: dtype, device: device) -> Verdict:
         """Whether `linear` is faster than the dense product for one row of inputs, as in decoding.
 
         Args:

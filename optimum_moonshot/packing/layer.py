@@ -23,8 +23,8 @@ _LARGEST = 2**62  # weights in a tensor
 class PackedLayer:
     """A packed weight.
 
-    All methods take the weight in its stored layout, `shape`, and its name; codecs use its matrix [d_out, d_in]. The
-    packed tensors are passed by name, and may include those of other weights.
+    All methods have the weight in its stored layout, `shape`, and its name as arguments; codecs use its matrix
+    [d_out, d_in]. The packed tensors are passed by name, possibly with tensors of other weights.
     """
 
     shape: tuple[int, ...]  # as stored in a dense checkpoint
@@ -47,7 +47,11 @@ class PackedLayer:
         require(not missing, f"its entry in the metadata lacks {', '.join(missing)}")
         require(not unknown, f"its entry in the metadata has unknown fields: {short(unknown)}")
         codec = find_codec(entry.get("codec", _DEFAULT))
-        shape, stacked = _read_shape(entry["shape"]), entry.get("stacked", False)
+        sizes, stacked = entry["shape"], entry.get("stacked", False)
+        valid = isinstance(sizes, list) and len(sizes) > 1 and all(type(size) is int and size > 0 for size in sizes)
+        fits = valid and prod(sizes) <= _LARGEST
+        require(fits, f"shape={short(sizes)}: it must be a list of two or more sizes")
+        shape = tuple(sizes)
         layer = cls(shape, entry["transposed"], entry["pattern"], entry["dtype"], codec.name, stacked)
         transposed, pattern, dtype = layer.transposed, layer.pattern, layer.dtype
         for name, flag in (("transposed", transposed), ("stacked", stacked)):
@@ -126,7 +130,7 @@ class PackedLayer:
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
 
     def checked(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
-        """As `parts`, in any dtype.
+        """Like `parts`, but checks the tensors, in any dtype.
 
         Raises:
             MoonshotError: a tensor is missing, or they do not have this shape.
@@ -155,9 +159,3 @@ class PackedLayer:
         if self.stacked:
             return (tensor.mT if self.transposed else tensor).flatten(0, 1)
         return tensor.T if self.transposed else tensor.flatten(1)
-
-
-def _read_shape(shape: Any) -> tuple[int, ...]:
-    sizes = isinstance(shape, list) and len(shape) > 1 and all(type(size) is int and size > 0 for size in shape)
-    require(sizes and prod(shape) <= _LARGEST, f"shape={short(shape)}: it must be a list of two or more sizes")
-    return tuple(shape)

@@ -115,14 +115,14 @@ def find_offsets(meta: Tensor, d_in: int, bits: int) -> Tensor | None:
 
 
 def row_offsets(meta: Tensor, d_in: int, bits: int) -> Tensor:
-    """As `find_offsets`, for devices that the compiled library does not support."""
+    """Like `find_offsets`, but for devices that the compiled library does not support."""
     return functional.pad(block_bytes(block_counts(meta, d_in), bits).sum(1).cumsum(0), (1, 0))
 
 
 def select_rows(
     codes: Tensor, scale: Tensor, meta: Tensor, offsets: Tensor | None, first: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Views of the tensors of rows first to stop − 1, and the offsets of these; `offsets` is that of `find_offsets`."""
+    """Views of the tensors of rows `first` to `stop` − 1, and their offsets; `offsets` is from `find_offsets`."""
     size = codes.numel() // len(scale)  # of every row, without offsets
     start, end = first * size, stop * size
     if offsets is not None:
@@ -140,7 +140,7 @@ def library_matrix(
     `offsets` is the result of `find_offsets`, computed if it is None.
     """
     library = find_library()
-    in_memory = all(part.device.type == "cpu" and part.is_contiguous() for part in (codes, meta))
+    in_memory = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (codes, meta))
     if library is None or not in_memory or not library.takes(scale):
         return None
     offsets = find_offsets(meta, d_in, grid.bits) if offsets is None else offsets
@@ -157,7 +157,7 @@ def check_packed(
         ("scale", scale, {(d_out, grid.groups(d_in))}),
         ("meta", meta, {(d_out, 0), (d_out, -(-d_in // 8))}),
     ):
-        wanted = " or ".join(str(list(each)) for each in sorted(sizes))
+        wanted = " or ".join(str(list(size)) for size in sorted(sizes))
         fits = tuple(tensor.shape) in sizes
         require(fits, f"weight_{name} is {list(tensor.shape)} where a weight of {d_out}×{d_in} needs {wanted}")
     wide = scale.is_floating_point() and scale.dtype.itemsize > 1
@@ -208,7 +208,7 @@ def unpack(grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int, of
 def unpacked_slices(
     grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """As `unpack`, by slices of rows, for devices and dtypes that the compiled library does not support."""
+    """Like `unpack`, but by slices of rows, for devices and dtypes that the compiled library does not support."""
     for rows, counts, stream in _row_streams(codes, meta, d_in, grid.bits):
         signed = _placed(grid, _split(stream, counts, grid.bits), meta[rows], d_in).short() - grid.zero_point
         yield rows, grid.values(signed, grid.per_weight(scale[rows], d_in))

@@ -26,7 +26,7 @@ def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are those of the stored tensors.
+    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are the names of the stored tensors.
 
     Raises:
         MoonshotError: a tensor is missing, or they do not have this shape.
@@ -34,27 +34,20 @@ def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int
     if name in names:
         return read(name)
     layer = _layer(shape, "float32")
-    return layer.unpack(name, {part: read(part) for part in layer.names(name) if part in names})
+    return layer.unpack(name, {stored: read(stored) for stored in layer.names(name) if stored in names})
 
 
-def spill_matrix(file: SpillFile, name: str, matrix: Tensor) -> Callable[[], Tensor]:
-    """Write a matrix in host memory to disk; returns a function that reads it again.
+def spill_tensor(file: SpillFile, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+    """Write a tensor in host memory, of any shape, to disk; returns a function that reads it again.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
     """
-    field = "TMPDIR" if file.folder is None else "offload_dir"
+    shape, matrix = tensor.shape, tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(1, -1)
+    size, field = (matrix.shape[0], matrix.shape[1]), "TMPDIR" if file.folder is None else "offload_dir"
     with writing(field, Path(file.folder or gettempdir())):
-        parts = {part: file.put(tensor) for part, tensor in encode_spilled(name, matrix).items()}
-    shape = (matrix.shape[0], matrix.shape[1])
-    return lambda: decode_spilled(name, set(parts), lambda part: parts[part](), shape)
-
-
-def spill_tensor(file: SpillFile, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-    """As `spill_matrix`, for a tensor of any shape."""
-    shape = tuple(tensor.shape)
-    load = spill_matrix(file, name, tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1)))
-    return lambda: load().reshape(shape)
+        load = {stored: file.put(part) for stored, part in encode_spilled(name, matrix).items()}
+    return lambda: decode_spilled(name, {*load}, lambda stored: load[stored](), size).reshape(shape)
 
 
 def _layer(shape: tuple[int, ...], dtype: str) -> PackedLayer:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..kernels import find_gpu_kernels, find_library
 from ..objective.patterns import NM
-from .codec import Codec, Verdict
+from .codec import Codec, Shape, Verdict
 
 LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
 SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
@@ -20,23 +20,24 @@ _CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more
 _ROUNDS = 30
 
 
-def kernel_lacks(formats: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why no kernel for a packed format can be faster on a device; None if one can.
-
-    `formats` is the name in `find_gpu_kernels`.
-    """
+def kernel_lacks(formats: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why no kernel of these `formats`, as in `find_gpu_kernels`, can be faster; None if one can."""
     if device.type == "cpu":
         library = find_library()
         if library is None:
             return "no compiled kernel here"
         if library.instruction_set in SLOWER:
             return f"the {library.instruction_set} kernel is slower"
-        return None if library.computes(dtype) else f"no kernel for {dtype}"
-    if device.type != "cuda":
-        return f"no kernel for {device.type}"
-    if find_gpu_kernels(formats) is None:
-        return "no kernel for cuda: Triton is missing"
-    return None if dtype.itemsize <= 4 else f"no kernel for {dtype}"
+        supported = library.computes(dtype)
+    else:
+        if device.type != "cuda":
+            return f"no kernel for {device.type}"
+        if find_gpu_kernels(formats) is None:
+            return "no kernel for cuda: Triton is missing"
+        supported = dtype.itemsize <= 4
+    if not supported:
+        return f"no kernel for {dtype}"
+    return f"smaller than {LEAST} weights" if shape[0] * shape[1] < LEAST else None
 
 
 def kernel_name(device: torch.device) -> str:
@@ -46,15 +47,9 @@ def kernel_name(device: torch.device) -> str:
 
 
 def timed_verdict(
-    codec: Codec,
-    shape: tuple[int, int],
-    pattern: NM | None,
-    share: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: str,
+    codec: Codec, shape: Shape, pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
 ) -> Verdict:
-    """`Codec.decoding`, timed once for every shape.
+    """Like `Codec.decoding`, timed once for every shape.
 
     Args:
         codec: the packed format.
@@ -63,18 +58,17 @@ def timed_verdict(
         share: of the weights that are not 0; not used with a pattern.
         dtype: of the values and the inputs.
         device: of the values and the inputs.
-        kernels: their name in the verdict.
     """
     share = 1.0 if pattern else round(20 * share) / 20  # rounded, to measure once for similar layers
     gain = _gain(codec, shape, pattern, share, dtype, device)
-    return Verdict(gain > 1, f"{kernels} kernels, {gain:.2f} times the dense speed when tried")
+    return Verdict(gain > 1, f"{kernel_name(device)} kernels, {gain:.2f} times the dense speed when tried")
 
 
 @lru_cache
 def _gain(
-    codec: Codec, shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
+    codec: Codec, shape: Shape, pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """The measured speed-up of a product of one row with a random packed matrix, as for `timed_verdict`."""
+    """The measured speed-up of a product of one row with a random packed matrix; arguments of `timed_verdict`."""
     d_in = shape[1]
     d_out = max(1, min(shape[0], _MEASURED // d_in))
     with torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
@@ -89,8 +83,8 @@ def _gain(
         matrices = [dense.clone() for _ in range(copies)]
         packed = [{suffix: part.clone() for suffix, part in parts.items()} for _ in range(copies)]
         calls = [
-            (partial(functional.linear, inputs, each), partial(codec.linear, inputs, copy, (d_out, d_in), None, plan))
-            for each, copy in zip(matrices, packed, strict=True)
+            (partial(functional.linear, inputs, matrix), partial(codec.linear, inputs, copy, (d_out, d_in), None, plan))
+            for matrix, copy in zip(matrices, packed, strict=True)
         ]
         gains = []
         for number in range(_ROUNDS):  # alternating, so that a change of clock speed affects both

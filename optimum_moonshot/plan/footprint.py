@@ -255,7 +255,7 @@ class _FakeModel:
         def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
             inputs = (args[0] if args else next(iter(named.values()))).detach()
             self.held.append(inputs)
-            key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), layer.reads
+            key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), layer.input_key
             if index not in reads.setdefault(key, []):
                 reads[key].append(index)
             for _piece in layer.tokens(inputs, None):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic, Small
+from ..calibration.statistic import GradientStatistic, Merger
 from ..calibration.storage import Storage
 from ..model.layers import Block, PrunableLayer
 from ..objective.linalg import damped_inverse_factor, escalate
@@ -235,11 +235,8 @@ class FisherAtZero(GradientStatistic):
             self.total += float(self.products.double().square().sum()) / self.samples
             self.products = None
 
-    def partial(self) -> Small:
-        return Small(self.total)
-
-    def combine(self, merged: Sequence[float]) -> None:
-        self.total = sum(merged)
+    def merge(self, merger: Merger) -> None:
+        self.total = sum(merger.values(self.total))
 
     def result(self) -> float:
         return self.total

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic, Small
+from ..calibration.statistic import GradientStatistic, Merger
 from ..calibration.storage import Storage
 from ..model.layers import PrunableLayer
 from .learning import Learned, rotations
@@ -52,12 +52,10 @@ class OutputMoments(GradientStatistic):
             moment = torch.einsum("tci,tcj->cij", part, part) if rotated else part.square().sum(0)
             self.totals[space.name] = self.totals.get(space.name, 0) + moment.double().cpu()
 
-    def partial(self) -> Small:
-        return Small(self.totals)
-
-    def combine(self, merged: Sequence[dict[str, Tensor]]) -> None:
-        names = dict.fromkeys(name for totals in merged for name in totals)
-        self.totals = {name: torch.stack([t[name] for t in merged if name in t]).sum(0) for name in names}
+    def merge(self, merger: Merger) -> None:
+        processes = merger.values(self.totals)
+        names = dict.fromkeys(name for totals in processes for name in totals)
+        self.totals = {name: torch.stack([t[name] for t in processes if name in t]).sum(0) for name in names}
 
     def result(self) -> dict[str, Tensor]:
         return self.totals

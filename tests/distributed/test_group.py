@@ -15,12 +15,12 @@ import os, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from optimum_moonshot.distributed import group
+from optimum_moonshot.distributed import ranks as module
 from optimum_moonshot.distributed.ranks import processes
 
 rank, dying, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", address, rank=rank, world_size=2)
-group.CONNECTING = timedelta(seconds=2)
+module.CONNECTING = timedelta(seconds=2)
 if rank == dying:
     dist.new_group = lambda **options: os._exit(0)
 try:
@@ -31,7 +31,7 @@ try:
         time.sleep(3 * rank)
         ranks.barrier()
         print("gathered", whole.tolist())
-except group.RankFailed as error:
+except module.RankFailed as error:
     print(error)
 """
 

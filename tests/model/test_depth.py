@@ -219,15 +219,17 @@ def test_offloaded_models_are_refused(tmp_path):
 
 def test_a_smaller_model_with_other_outputs_is_refused(monkeypatch):
     """The comparison with the larger model notices blocks in another order."""
-    copies = depth._copies
+    copied = depth.copied
+    model = make("llama")
+    state = model.state_dict()
     swapped = {"model.layers.0.": "model.layers.2.", "model.layers.1.": "model.layers.0."}  # of 15 characters
 
-    def wrong(model, sources):
-        return copies(model, {new: swapped.get(new[:15], new[:15]) + new[15:] for new in sources})
+    def wrong(tensors):
+        return copied({name: state[swapped.get(name[:15], name[:15]) + name[15:]] for name in tensors})
 
-    monkeypatch.setattr(depth, "_copies", wrong)
+    monkeypatch.setattr(depth, "copied", wrong)
     with pytest.raises(MoonshotError, match="differs"):
-        remove_blocks(make("llama"), [1])
+        remove_blocks(model, [1])
 
 
 HYBRID = {**GROUPED, "hidden_size": 32, "num_hidden_layers": 4}

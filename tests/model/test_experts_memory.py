@@ -171,7 +171,7 @@ def test_an_expert_is_shown_every_token_once(monkeypatch):
     rows, original = {}, _Watched.product
 
     def counted(self, key, expert, turned, inputs, output):
-        if self.showing is not None:
+        if self.forced is not None:
             rows[key] = rows.get(key, 0) + inputs[..., 0].numel()
         return original(self, key, expert, turned, inputs, output)
 

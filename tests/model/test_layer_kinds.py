@@ -128,10 +128,10 @@ def test_half_precision_is_converted_to_float32(form):
 
 
 def test_layers_share_inputs_only_if_their_patches_are_equal():
-    linear = {find_layer(make()).reads for make in LINEAR.values()}
-    convolutions = {find_layer(MODULES[name]()).reads for name in GEOMETRIES}
+    linear = {find_layer(make()).input_key for make in LINEAR.values()}
+    convolutions = {find_layer(MODULES[name]()).input_key for name in GEOMETRIES}
     assert len(linear) == 1 and len(convolutions) == len(GEOMETRIES) and not linear & convolutions
-    assert find_layer(nn.Conv2d(4, 8, 3, bias=False)).reads == find_layer(nn.Conv2d(4, 2, 3)).reads
+    assert find_layer(nn.Conv2d(4, 8, 3, bias=False)).input_key == find_layer(nn.Conv2d(4, 2, 3)).input_key
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -58,7 +58,7 @@ def reference_patches(conv, images):
 
 
 def test_convolutions_that_read_a_tensor_differently_share_nothing():
-    seen = {find_layer(nn.Conv2d(4, 4, **choice)).reads for choice in GEOMETRIES.values()}
+    seen = {find_layer(nn.Conv2d(4, 4, **choice)).input_key for choice in GEOMETRIES.values()}
     assert len(seen) == len(GEOMETRIES)
 
 

@@ -12,7 +12,7 @@ from packed_models import MIXED, held
 from optimum_moonshot import MoonshotError, MoonshotPrunedCheckpoint, load_pruned
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Bitmask, Codec, bitmask_speed, find_codec, timing
+from optimum_moonshot.packing import Bitmask, Codec, bitmask_codec, find_codec, timing
 
 AUTO = hf.AutoModelForCausalLM
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def small_layers_count(monkeypatch):
     """A processor with AVX2 kernels, regardless of the real one, and no lower limit on layer sizes."""
     library = SimpleNamespace(instruction_set="avx2", computes=lambda dtype: dtype.itemsize < 8)
     monkeypatch.setattr(timing, "find_library", lambda: library)
-    monkeypatch.setattr(bitmask_speed, "LEAST", 1)
+    monkeypatch.setattr(timing, "LEAST", 1)
 
 
 def verdict(dtype=torch.bfloat16, device=CPU, share=0.5625, shape=(2048, 2048)):
@@ -96,7 +96,7 @@ def test_auto_packs_faster_layers_and_logs_one_line(small_layers_count, caplog):
 def test_auto_unpacks_slower_layers(small_layers_count, monkeypatch, caplog):
     pruner = pruned()
     pruner.to_runtime("packed")
-    monkeypatch.setattr(bitmask_speed, "LEAST", 300)
+    monkeypatch.setattr(timing, "LEAST", 300)
     chosen = pruner.to_runtime()
     assert held(pruner.model) == {name for name in chosen if "mlp" in name}
     assert "packed: 9 of 21 layers" in caplog.text and "dense: 12 (smaller than 300 weights)" in caplog.text
@@ -185,6 +185,6 @@ def test_the_kernels_of_this_cpu_are_measured_or_timed():
     library = find_library()
     if library is None:
         pytest.skip("installed without a C compiler")
-    instruction_sets = {*bitmask_speed._MOST, *timing.SLOWER, "neon"}
+    instruction_sets = {*bitmask_codec._MOST, *timing.SLOWER, "neon"}
     assert library.instruction_set in instruction_sets and set(library.instruction_sets) <= instruction_sets
-    assert verdict().faster == (library.instruction_set in bitmask_speed._MOST) or library.instruction_set == "neon"
+    assert verdict().faster == (library.instruction_set in bitmask_codec._MOST) or library.instruction_set == "neon"

@@ -36,10 +36,10 @@ def build(folder: Path, sources: tuple[str, ...]) -> Path:
 def emulated(library: Library, path: Path, kernel: str) -> Library:
     """A library whose products are those of "amx", "vnni" or "portable" in a file of `build`."""
     functions, copied = ctypes.CDLL(str(path)), copy.copy(library)
-    for name in ("_quantized_product", "_quantized_grouped", "_quantized_unpack"):
-        function, original = functions["moonshot" + name], getattr(library, name)
-        function.argtypes, function.restype = original.argtypes, original.restype
-        setattr(copied, name, function)
+    copied.functions = dict(library.functions)
+    for name in ("quantized_product", "quantized_grouped", "quantized_unpack"):
+        copied.functions[name] = functions[f"moonshot_{name}"]
+        copied.functions[name].argtypes = library.functions[name].argtypes
     used = ctypes.c_void_p.in_dll(functions, "moonshot_quantized")
     used.value = ctypes.addressof(ctypes.c_char.in_dll(functions, f"moonshot_quantized_{kernel}"))
     return copied

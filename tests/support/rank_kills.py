@@ -26,7 +26,7 @@ import transformers as hf
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.distributed.group import RankFailed
+from optimum_moonshot.distributed.ranks import RankFailed
 
 RUNS = {
     "prune": {},
