@@ -146,10 +146,10 @@ class Recovery:
 
     def __iter__(self) -> Iterator[RecoveryStage]:
         prepared, batches = self.prepared, self.batches()
-        if prepared.block_probe is not None:
-            pipeline = streamed(prepared, batches, False)
-        else:
-            pipeline = block_pipeline(prepared, self.blocks, batches, False)
+        offloaded = prepared.block_probe is not None
+        pipeline = (
+            streamed(prepared, batches, False) if offloaded else block_pipeline(prepared, self.blocks, batches, False)
+        )
         pipeline.capture()
         inputs = [call.hidden for call in pipeline.calls[pipeline.lowest]]
         masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, inputs, strict=True)]
