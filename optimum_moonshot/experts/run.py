@@ -75,7 +75,7 @@ def prune_experts(
 def _recovery(prepared: Prepared, variant: Variant, removal: ExpertRemoval, experts: ExpertSelection) -> Recovery:
     """The recovery of the blocks without the removed experts, which are chosen before it runs."""
     smaller = SmallerBlocks(lambda block: removal.tensors(block.name, experts.remaining()), removal.configured)
-    return Recovery.plan(prepared, variant, smaller)
+    return Recovery(prepared, variant, smaller)
 
 
 def _count(model: nn.Module) -> int:

@@ -9,8 +9,9 @@ from ..allocate.loss_curves import SampledRows, sampled_count, sampled_rows, tri
 from ..calibration.accumulators import GradientPlan
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.spec import StatisticsSpec
-from ..recover.placement import Placement, TrainingBytes
-from ..recover.tuning import changes_structure, part_size, trainable
+from ..recover.run import Placement, TrainingBytes
+from ..recover.student import changes_structure, trainable
+from ..recover.tuning import part_size
 from .memory import Allocation, MemoryTrace, count_blocks
 from .report import DISK, HOST
 from .run_spec import RunSpec, module_bytes, pattern_of, problem_size, text_setting, weight_bytes

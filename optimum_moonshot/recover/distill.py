@@ -3,19 +3,20 @@
     min   mean over tokens of KL(softmax(dense logits) ‖ softmax(logits))
 
 on the calibration samples, by Adam with a cosine schedule (Hinton et al., arXiv 1503.02531, at temperature 1, without
-labels). Zeros of pruned layers stay zeros, and survivors on a grid stay on it. A part of the samples is held out: the
-result is the evaluated state with the least divergence on them, or the pruned weights if none has less.
+labels). Zeros of pruned layers stay zeros, and survivors on a grid stay on it. The result is the evaluated state with
+the least divergence on held-out samples, or the pruned weights if none has less.
 
-The model stays dense: a copy trains (masters.py), where placement.py says, and the teacher's outputs are cached
-(teacher.py). Several processes divide the samples of each step, and sum their gradients. Each evaluation saves the
-state, so that a killed run continues bit for bit.
+The model stays dense: a copy trains (student.py), where run.py places it, on cached outputs of the teacher. Several
+processes divide the samples of each step, and sum their gradients. Each evaluation saves the state, so that a killed
+run continues bit for bit.
 """
 
+import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,72 +34,53 @@ from ..pipeline.store import ResultStore
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import MODEL, BlockReport
-from .masters import Optimizer, StudentModel
-from .student import Tensors
+from .student import HOST, StudentModel, Tensors
 from .teacher import Teacher
-from .tuning import EVALUATIONS, PATIENCE, divide_parts, step_parts
+from .tuning import Optimizer, Progress, Trainer, step_parts
 
-_PARTS = ("value", "first", "second", "best")  # prefixes of the names of its tensors
+_PARTS = ("best", "value", "first", "second")  # prefixes of saved masters, and of Adam's first and second moments
 
 
 @dataclass
-class DistillState:
-    """Where the training is. Losses are held-out divergences from the teacher, in nats per row of logits."""
+class DistillState(Progress):
+    """The progress of a distillation; losses are divergences from the teacher, in nats per row of logits."""
 
-    first: float  # of the pruned weights
-    best: float
-    last: float  # of the latest evaluation
-    samples: int  # of a pass, at most
-    recomputes: bool = False  # whether blocks compute their activations again in the backward pass
-    step: int = 0  # steps taken; the next samples and learning rate follow from it
-    since: int = 0  # evaluations since the best
-    kept: Tensors = field(default_factory=dict)  # masters of the best state, in host memory
+    first: float = math.inf  # loss of the pruned weights
+    samples: int = 1  # of a pass, at most
+    recomputes: bool = False  # whether blocks recompute their activations in the backward pass
 
-    def evaluated(self, loss: float, student: StudentModel) -> None:
-        """Note a loss of the student; a new best state is copied."""
-        self.last, self.since = loss, self.since + 1
-        if loss < self.best:
-            self.best, self.since, self.kept = loss, 0, student.snapshot()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the loss no longer falls, or is not finite."""
-        return self.since >= PATIENCE or not math.isfinite(self.last)
-
-    def save(self, store: ResultStore, student: StudentModel, optimizer: Optimizer) -> None:
-        """Store the state in the run's folder, if there is one."""
-        if store.folder is not None:
-            parts = zip(_PARTS, (student.snapshot(), *optimizer.moments(), self.kept), strict=True)
-            tensors = {f"{part} {name}": tensor for part, values in parts for name, tensor in values.items()}
-            store.put_training(tensors, self._numbers())
-
-    def _numbers(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "kept"}
+    def save(self, store: ResultStore, optimizer: Optimizer) -> None:
+        """Store the state in the run's folder, if there is one, after a step."""
+        if store.folder is None:
+            return
+        tensors = Tensors()
+        for name, value in optimizer.student.named_parameters():
+            adam = optimizer.adam.state[value]
+            values = (self.best_values[name], value.detach(), adam["exp_avg"], adam["exp_avg_sq"])
+            for part, tensor in zip(_PARTS, values, strict=True):
+                tensors[f"{part} {name}"] = tensor.to(HOST).contiguous()  # a transposed weight is not
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del numbers["best_values"]
+        store.put_training(tensors, numbers)
 
     @classmethod
-    def resumed(
-        cls, store: ResultStore, ranks: Ranks, student: StudentModel, optimizer: Optimizer
-    ) -> "DistillState | None":
+    def resumed(cls, store: ResultStore, ranks: Ranks, optimizer: Optimizer) -> "DistillState | None":
         """The state of an interrupted run in all processes, of which the first has the folder; None without one."""
         saved = store.training() if ranks.is_main else None
-        numbers = ranks.broadcast_object(None if saved is None else saved[1])
+        numbers: dict[str, Any] | None = ranks.broadcast_object(None if saved is None else saved[1])
         if numbers is None:
             return None
-        state, tensors = cls(**numbers), {} if saved is None else saved[0]
-
-        def part(prefix: str) -> Tensors:
-            return {
-                name: ranks.broadcast(tensors.get(f"{prefix} {name}"), value.to("meta"), 0)
-                for name, value in student.named()
-            }
-
-        student.restore(part("value"))
-        optimizer.restore(part("first"), part("second"), state.step)
-        state.kept = part("best")
+        state, tensors, values = cls(**numbers), {} if saved is None else saved[0], Tensors()
+        for name, value in optimizer.student.named_parameters():
+            like = value.to("meta")
+            state.best_values[name], values[name], *moments = (
+                ranks.broadcast(tensors.get(f"{part} {name}"), like, 0) for part in _PARTS
+            )
+            first, second = (moment.to(value.device, copy=True) for moment in moments)
+            step = torch.tensor(float(state.step))
+            optimizer.adam.state[value] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+        optimizer.student.restore(values)
         return state
-
-
-WHERE = "distillation"
 
 
 @dataclass
@@ -111,23 +93,25 @@ class Cached:
 
     def pieces(self, samples: int) -> Iterator["Cached"]:
         for start in range(0, batch_size(self.batch), samples):
-            part = slice(start, start + samples)
-            yield Cached(take(self.batch, part.start, part.stop), self.cache[part], self.weights[part])
+            rows = slice(start, start + samples)
+            yield Cached(take(self.batch, rows.start, rows.stop), self.cache[rows], self.weights[rows])
 
 
-class Distillation:
+class Distillation(Trainer):
     """Trains a copy of the dense, frozen model of a run; the store has the pruned weights, and receives the result."""
+
+    student: StudentModel
+    state: DistillState
 
     def __init__(self, prepared: Prepared, variant: Variant, on_host: bool):
         self.prepared, self.variant, self.on_host = prepared, variant, on_host
-        self.config, self.ranks, self.backoff = variant.selection.config, prepared.subject.ranks, prepared.backoff
-        self.storage, self.total = prepared.storage, self.config.recovery_steps
+        self.ranks, self.backoff, self.storage = prepared.subject.ranks, prepared.backoff, prepared.storage
         dense = prepared.subject.teacher
         self.teacher = Teacher(prepared.model if dense is None else dense.model, prepared.storage)
         self.device = model_device(prepared.model)
-        parts = step_parts(prepared.calibration.num_samples)
-        self.batches = cut_batches(prepared.calibration.batches, parts)
-        self.groups, self.heldout = divide_parts(parts, [batch_size(batch) for batch in self.batches])
+        sizes, config = step_parts(prepared.calibration.num_samples), variant.selection.config
+        self.batches = cut_batches(prepared.calibration.batches, sizes)
+        super().__init__(config, sizes, [*map(batch_size, self.batches)], config.seed)
 
     def run(self) -> float:
         """Distill in all processes, unless the store has the result; returns the seconds."""
@@ -135,98 +119,90 @@ class Distillation:
         if MODEL in store.blocks:
             return 0.0
         with onloaded_in_turn(self.prepared.selection.structure.blocks), self.backoff.together():
-            self.steps = [self._record(group) for group in self.groups]
-            self.held = self._record(self.heldout)
-        rows = [sum(float(each.weights.sum()) for each in shard) for shard in (*self.steps, self.held)]
-        *self.rows, self.held_rows = (sum(counts) for counts in zip(*self.ranks.all_gather_object(rows), strict=True))
+            self.group_shards = [self._record(group) for group in self.groups]
+            self.heldout_shard = self._record(self.heldout)
+        shards = (*self.group_shards, self.heldout_shard)
+        rows = [sum(float(cached.weights.sum()) for cached in shard) for shard in shards]
+        *self.group_rows, self.heldout_rows = map(sum, zip(*self.ranks.all_gather_object(rows), strict=True))
         with self.backoff.together():
             layers = [layer for layer in self.variant.layers if layer in store]
             patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
             weights = [(layer, store.weight(layer)) for layer in layers]
             self.student = StudentModel(self.prepared.model, weights, patterns, self.on_host)
         with called_by(self.student.module, forward_of(self.prepared.model)):
-            state = self._train()
-        self._store(state, time.perf_counter() - started)
-        return time.perf_counter() - started
-
-    def _store(self, state: DistillState, seconds: float) -> None:
-        """Store the best state; the other processes receive it from the first one."""
-        notes = [] if state.step == self.total else [f"stopped after {state.step} of {self.total} steps"]
+            self._train()
+        state, notes = self.state, self.early_stop()
         gained = state.best < state.first
         notes += [] if gained else ["no gain: the pruned weights were kept"]
-        self.student.restore(state.kept)
-        matrices = self.student.matrices() if gained else ({}, {})
-        if self.ranks.is_main:
-            report = BlockReport(MODEL, state.first, state.best, state.step, seconds, tuple(notes))
-            self.variant.store.put_block(report, *matrices)
+        self.student.restore(state.best_values)
+        results = self.student.results() if gained else ({}, {})
+        if self.ranks.is_main:  # the other processes receive the result from this one
+            seconds = time.perf_counter() - started
+            store.put_block(BlockReport(MODEL, state.first, state.best, state.step, seconds, tuple(notes)), *results)
+        return time.perf_counter() - started
 
     def _record(self, indices: list[int]) -> list[Cached]:
         """This process's samples of some batches, with the teacher's outputs."""
         batches = [self.batches[index] for index in indices]
-        shard = self.ranks.shard(sample_count(batches))
-        mine = samples_between(batches, shard.start, shard.stop)
-        return [Cached(batch, *self.teacher.record(to_device(batch, self.device))) for batch in mine]
+        samples = self.ranks.shard(sample_count(batches))
+        batches = samples_between(batches, samples.start, samples.stop)
+        return [Cached(batch, *self.teacher.record(to_device(batch, self.device))) for batch in batches]
 
-    def _train(self) -> DistillState:
+    def _train(self) -> None:
         """Train until the end of the schedule, or of the gains on the held-out samples."""
-        optimizer, store = Optimizer(self.student, self.config.recovery_lr), self.variant.store
-        state = DistillState.resumed(store, self.ranks, self.student, optimizer)
-        if state is None:
-            state = self._started()
+        optimizer, store = Optimizer(self.student, self.lr), self.variant.store
+        resumed = DistillState.resumed(store, self.ranks, optimizer)
+        if resumed is None:
+            self._start()
         else:
-            self.variant.notes.append(f"{state.step} steps of the distillation were reused from an interrupted run")
-        every, shown = max(1, self.total // EVALUATIONS), self.prepared.subject.progress
+            self.state, self.taken = resumed, resumed.step
+            next(itertools.islice(self.order, self.taken, self.taken), None)  # skip their samples
+            note = f"{self.taken} steps of the distillation were reused from an interrupted run"
+            self.variant.notes.append(note)
+        state, shown = self.state, self.prepared.subject.progress
         with progress_bar(total=self.total, initial=state.step, desc="distilling", unit="step", shown=shown) as bar:
-            for index in islice(self._order(), state.step, self.total):
-                if state.stopped:
-                    break
-                self._passes(state, self.steps[index], self.rows[index])
-                for master in self.student.masters.values():
-                    self.ranks.all_reduce(master.gradient())
-                optimizer.step((1 + math.cos(math.pi * state.step / self.total)) / 2)
-                state.step += 1
+            for evaluated in self.train(optimizer, state):
                 bar.update()
-                if state.step % every == 0 or state.step == self.total:
-                    state.evaluated(self._loss(state), self.student)
+                if evaluated:
                     bar.set_postfix_str(f"held-out divergence {state.last:.4f}")
-                    state.save(store, self.student, optimizer)
-        return state
+                    state.save(store, optimizer)
 
-    def _started(self) -> DistillState:
-        """The state before the first step, with passes as large as the memory allows."""
-        most = max((batch_size(each.batch) for shard in self.steps for each in shard), default=1)
-        state = DistillState(math.inf, math.inf, math.inf, most, kept=self.student.snapshot())
-        self._fit(state)
-        state.first = state.best = state.last = self._loss(state)
-        return state
+    def _start(self) -> None:
+        """Set the state before the first step.
 
-    def _fit(self, state: DistillState) -> None:
-        """Let the passes be as large as their activations allow, by those of one sample; recompute them if none fits.
-
-        The gradients and moments of the first step are not allocated yet.
+        Passes are as large as their activations allow, by those of one sample; they are recomputed if none fits. The
+        gradients and moments of the first step are not allocated yet.
         """
-        pending = sum(12 * each.value.numel() for each in self.student.masters.values() if not self.on_host)
+        training = [cached for shard in self.group_shards for cached in shard]
+        state = self.state = DistillState(best_values=self.student.snapshot())
+        masters = self.student.masters.values()
+        pending = 0 if self.on_host else sum(12 * master.value.numel() for master in masters)
         free = int(DEFAULT_SHARE * free_memory(self.device)[self.device]) - pending
-        shard = next((shard for shard in self.steps if shard), None)
-        needed = 1 if shard is None else max(1, self._activations(next(shard[0].pieces(1))))
+        with self.backoff.together():  # also in a process without training samples
+            needed = max(1, self._activations(next(training[0].pieces(1)))) if training else 1
         samples = self.ranks.all_reduce_min(free // needed)
         if samples < 1:
-            state.recomputes = True
-            sizes = f"{needed / 2**30:.4g} GiB exceed the {max(0, free) / 2**30:.4g} GiB that are free"
-            self.variant.notes.append(f"activations were computed again in backward passes: a sample's {sizes}")
-        state.samples = max(1, min(state.samples, samples))
+            self._recompute(f"{needed / 2**30:.4g} GiB exceed the {max(0, free) / 2**30:.4g} GiB that are free")
+        largest = max((batch_size(cached.batch) for cached in training), default=1)
+        state.samples = max(1, min(largest, samples))
+        state.first = state.best = state.last = self.loss()
+
+    def _recompute(self, reason: str) -> None:
+        """From now on, recompute activations in backward passes; the reason is about those of a sample."""
+        self.state.recomputes = True
+        self.variant.notes.append(f"activations were computed again in backward passes: a sample's {reason}")
 
     def _activations(self, piece: Cached) -> int:
         """The bytes that the backward pass of a sample needs besides the weights, and three times its logits."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.student.module.parameters()}
         saved: dict[int, int] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
+        def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = 0 if storage.data_ptr() in weights else storage.nbytes()
             return tensor.detach()  # an output that its own node holds would never be collected
 
-        with self.backoff.together(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors_hooks(count, lambda tensor: tensor):
             logits = self._logits(piece)
         return sum(saved.values()) + 3 * logits.nbytes
 
@@ -235,14 +211,20 @@ class Distillation:
         batch = to_device(piece.batch, self.device)
         return self.teacher.outputs(module, run_model(module, batch), batch)[0]
 
-    def _loss(self, state: DistillState) -> float:
-        """The mean held-out divergence of the weights in the dtype of the model."""
-        return sum(self.ranks.all_gather_object(self._passes(state, self.held))) / self.held_rows
+    def add_gradients(self, group: int) -> None:
+        self._passes(self.group_shards[group], self.group_rows[group])
+        for master in self.student.masters.values():
+            self.ranks.all_reduce(master.gradient())
 
-    def _passes(self, state: DistillState, shard: list[Cached], rows: float | None = None) -> float:
-        """The divergence on samples of this process, summed; with `rows`, its gradient divided by them."""
+    def loss(self) -> float:
+        """The mean held-out divergence of the weights in the dtype of the model."""
+        return sum(self.ranks.all_gather_object(self._passes(self.heldout_shard))) / self.heldout_rows
+
+    def _passes(self, shard: list[Cached], rows: float | None = None) -> float:
+        """The divergence on samples of this process, summed; with `rows`, add its gradient divided by them."""
+        state, training = self.state, rows is not None
         while True:
-            total, training = 0.0, rows is not None
+            total = 0.0
             try:
                 with self.backoff.together(), self.student.checkpointed(state.recomputes and training):
                     for piece in (piece for cached in shard for piece in cached.pieces(state.samples)):
@@ -256,30 +238,24 @@ class Distillation:
             except PassTooLarge as error:
                 failure = error
             self.student.clear_gradients()
-            self._shrink(state, failure, shard)
+            self._shrink(failure, shard)
 
-    def _shrink(self, state: DistillState, error: PassTooLarge, shard: list[Cached]) -> None:
+    def _shrink(self, error: PassTooLarge, shard: list[Cached]) -> None:
         """After a pass that did not fit: smaller batches or caches, then recomputed activations.
 
         Raises:
-            torch.OutOfMemoryError: nothing is left.
+            torch.OutOfMemoryError: nothing is left to be halved or recomputed.
         """
+        state = self.state
         batches = [piece.batch for cached in shard for piece in cached.pieces(state.samples)]
         try:
-            self.backoff.pass_failed(error, WHERE, batches)
+            self.backoff.pass_failed(error, "distillation", batches)
         except torch.OutOfMemoryError:
             if state.recomputes:
                 raise
-            state.recomputes = True
-            self.variant.notes.append("activations were computed again in backward passes: a sample's did not fit")
+            self._recompute("did not fit")
         state.samples = min(state.samples, self.backoff.samples or state.samples)
-        for cached in (cached for each in (*self.steps, self.held) for cached in each):
+        for cached in itertools.chain(*self.group_shards, self.heldout_shard):
             if self.storage.caches is not None and self.storage.cached > self.storage.caches:
                 cached.cache = self.storage.away(cached.cache, "outputs of the teacher")
         self.backoff.release()
-
-    def _order(self) -> Iterator[int]:
-        """The index of the samples of each step: all of them in a new random order, endlessly."""
-        generator = torch.Generator().manual_seed(self.config.seed % 2**63)
-        while True:
-            yield from torch.randperm(len(self.groups), generator=generator).tolist()

@@ -2,21 +2,21 @@
 
 The survivors of a layer that loses most of its weights at once were selected for a block that no longer exists. Here
 the block starts dense. Stage q of `STAGES` removes the fraction 1 - (1 - q/STAGES)³ of the layer's sparsity (the
-schedule of Zhu and Gupta, arXiv 1710.01878) by the run's solver, with the Gram matrix of the *current* inputs, behind
-the recovered blocks and in this block as tuned so far; then the survivors are tuned towards the dense block's outputs.
-n:m patterns keep fewer and fewer of every m. Removed weights may return in a later stage.
+schedule of Zhu and Gupta, arXiv 1710.01878) by the run's solver, with the Gram matrix of the *current* inputs, which
+come from the recovered blocks and from this block as tuned so far; then the survivors are tuned towards the dense
+block's outputs. n:m patterns keep fewer and fewer of every m. Removed weights may return in a later stage.
 
 The reconstruction error is the only objective: the Fisher gradients belong to the dense model, and recovery removes the
 gain of λ < 1 in one shot (docs/measured.md).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from ..data.batches import Batch, batch_size
+from ..data.batches import Batch, batch_size, sample_count
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Experts, Pattern
@@ -27,7 +27,7 @@ from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.stages import OpenStage, PassObserver
 from ..solvers import Solver
-from .student import BlockTask, Student, Tensors
+from .student import Tensors
 from .tuning import Tuner
 
 STAGES = 6  # fewer lose accuracy; each costs a pass of the data through the block and a solution of its layers
@@ -51,26 +51,18 @@ class StagePruning(StatisticsTask):
     """
 
     def __init__(
-        self,
-        solver: Solver,
-        patterns: Mapping[str, Pattern],
-        samples: int,
-        backoff: Backoff,
-        batches: Callable[[], Sequence[Batch]],
+        self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]], unreached: Tensors
     ):
-        lams = dict.fromkeys(patterns, 1.0)
-        spec = StatisticsSpec(solver, {name: [pattern] for name, pattern in patterns.items()}, lams, samples)
         super().__init__(spec, backoff, batches)
+        self.unreached = unreached  # weights of layers that no data reach
         self.weights: Tensors = {}
         self.solver_notes: list[str] = []
-        self.unreached: set[str] = set()
 
     def lacks(self, layer: PrunableLayer) -> bool:
-        return layer.name not in self.weights and layer.name not in self.unreached
+        return layer.name not in self.weights
 
     def skip(self, layer: PrunableLayer) -> None:
-        """Keep the layer's weight."""
-        self.unreached.add(layer.name)
+        self.weights[layer.name] = self.unreached[layer.name]
 
     def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
         try:
@@ -81,56 +73,49 @@ class StagePruning(StatisticsTask):
         self.solver_notes += [f"{layer.name}: {note}" for note in solved.notes]
 
 
-class Gradual:
-    """Prunes and tunes blocks in stages; half of the steps of a block follow the last stage, the others the rest.
+def tune_gradually(tuner: Tuner, solver: Solver, backoff: Backoff, batches: Callable[[], Sequence[Batch]]) -> list[str]:
+    """Recover a block from its dense weights; a layer without data keeps its pruned weight.
 
-    `batches` may become smaller by backoff.
+    Half of the steps follow the last stage; the others are divided evenly among the earlier stages.
+
+    Args:
+        tuner: of the block with its pruned weights.
+        solver: of the run.
+        backoff: may make the batches smaller.
+        batches: the data.
+
+    Returns:
+        Notes.
+
+    Raises:
+        MoonshotError: activations that are not finite, or too little memory for the statistics.
+        FactorizationError: a layer's quadratic stays singular at the largest damping; it names the layer.
+        Restart: the recovery has to restart with smaller batches.
     """
+    student, notes = tuner.student, list[str]()
+    pruned = {layer.name: layer.matrix.clone() for layer in student.layers.values()}
+    stages = {name: stage_patterns(student.patterns[name]) for name in pruned}
+    student.to_dense()
+    for stage in range(STAGES):
+        if stage:
+            tuner.settle(tuner.total // (2 * (STAGES - 1)))
+        patterns = {name: [of_stages[stage]] for name, of_stages in stages.items()}
+        spec = StatisticsSpec(solver, patterns, dict.fromkeys(patterns, 1.0), sample_count(batches()))
+        pruning = StagePruning(spec, backoff, batches, pruned)
+        solve_parts(pruning, OpenStage([*student.layers.values()], partial(_observe, tuner, batches())))
+        student.prune(pruning.weights)
+        notes += pruning.solver_notes
+    student.to_grids()
+    return [*dict.fromkeys(notes), *tuner.finish()]
 
-    def __init__(
-        self,
-        solver: Solver,
-        steps: int,
-        batches: Callable[[], Sequence[Batch]],
-        backoff: Backoff,
-    ):
-        self.solver, self.batches, self.backoff = solver, batches, backoff
-        self.between = steps // (2 * (STAGES - 1))
 
-    def tune(self, student: Student, task: BlockTask, tuner: Tuner) -> list[str]:
-        """Recover a block from its dense weights; returns notes. A layer without data keeps its pruned weight.
-
-        Raises:
-            MoonshotError: activations that are not finite, or too little memory for the statistics.
-            FactorizationError: a layer's quadratic stays singular at the largest damping; it names the layer.
-            Restart: the recovery has to restart with smaller batches.
-        """
-        pruned = {layer.name: layer.matrix.clone() for layer in student.layers}
-        student.to_dense()
-        notes: list[str] = []
-        for stage in range(STAGES):
-            if stage:
-                tuner.settle(self.between)
-            patterns = {layer.name: stage_patterns(student.patterns[layer.name])[stage] for layer in student.layers}
-            weights, solver_notes = self._solve(student, task, patterns)
-            student.prune({**pruned, **weights})
-            notes += solver_notes
-        student.to_grids()
-        return [*dict.fromkeys(notes), *tuner.finish()]
-
-    def _solve(self, student: Student, task: BlockTask, patterns: Mapping[str, Pattern]) -> tuple[Tensors, list[str]]:
-        """The weights [d_out, d_in] of all layers from statistics of the current block, and notes of the solver."""
-        sizes = [batch_size(batch) for batch in self.batches()]
-        pruning = StagePruning(self.solver, patterns, sum(sizes), self.backoff, self.batches)
-        solve_parts(pruning, OpenStage(student.layers, partial(self._observe, student, task, sizes)))
-        return pruning.weights, pruning.solver_notes
-
-    @torch.no_grad()
-    def _observe(self, student: Student, task: BlockTask, sizes: Sequence[int], observer: PassObserver) -> None:
-        tensors, first = student.tensors, 0
-        device = student.parameters[0].device
-        for index, (inputs, mask) in enumerate(zip(task.inputs, task.masks, strict=True)):
-            observer.begin(first, sizes[index], None if mask is None else mask.to(device))
-            task.output(index, tensors, inputs, widen=True)
-            observer.end()
-            first += sizes[index]
+@torch.no_grad()
+def _observe(tuner: Tuner, batches: Sequence[Batch], observer: PassObserver) -> None:
+    """Pass the data through the block under an observer's hooks."""
+    task, tensors, first = tuner.task, tuner.student.tensors, 0
+    device = next(iter(tensors.values())).device
+    for index, (batch, inputs, mask) in enumerate(zip(batches, task.inputs, task.masks, strict=True)):
+        observer.begin(first, batch_size(batch), None if mask is None else mask.to(device))
+        task.output(index, tensors, inputs, widen=True)
+        observer.end()
+        first += batch_size(batch)

@@ -1,43 +1,120 @@
-"""The recovery that a run is configured with: end to end where the memory suffices, else block by block."""
+"""The recovery that a run is configured with: end to end where the memory suffices, else block by block.
+
+End-to-end training (recover="distill") is placed by the first rule below that has room.
+
+1. Everything on the device: the copy of the model, float32 masters, gradients and moments.
+2. The copy on the device; masters, gradients and moments in host memory.
+3. The model is recovered block by block; only one block at a time has an optimizer's state.
+
+The best state is copied to host memory.
+"""
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ..errors import Text, require
+import torch
+from torch import nn
+
+from ..calibration.storage import Storage
+from ..devices import is_gpu
+from ..errors import Option, Text, require
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
 from .blockwise import Recovery
 from .distill import Distillation
-from .placement import Placement, TrainingBytes
-from .teacher import RECOVER
+from .student import HOST
 from .tuning import part_size
 
 
 def plan_recovery(prepared: Prepared, variant: Variant) -> Callable[[], float]:
-    """Prepare the recovery of a run before its first layer; notes in the variant give the reason for another kind.
+    """Prepare the recovery of a run before its first layer; a note in the variant explains another place or kind.
 
     Returns:
-        A function that all processes call behind the last layer; it returns the seconds.
+        A function that all processes call after the last layer; it returns the seconds.
 
     Raises:
-        MoonshotError: no data, too few, or a model that this kind does not recover.
+        MoonshotError: no data, too few samples, or a model that this kind does not recover.
     """
     config = variant.selection.config
-    if config.recover != "distill":
-        return _by_block(prepared, variant)
-    require(prepared.data is not None, Text("{} needs data", RECOVER), field="calibration", value=None)
-    part_size(prepared.calibration.num_samples)
-    grids = config.bits is not None or config.has_budget
-    size = TrainingBytes.of(prepared.model, grids)
-    placement = prepared.subject.ranks.broadcast_object(Placement.within(size, prepared.storage))
-    variant.notes += [placement.note] if placement.note else []
-    if placement.trains:
-        return Distillation(prepared, variant, placement.on_host).run
-    return _by_block(prepared, variant)
-
-
-def _by_block(prepared: Prepared, variant: Variant) -> Callable[[], float]:
-    recovery = Recovery.plan(prepared, variant)
-    if recovery.config.recover == "distill":
-        recovery.config = dataclasses.replace(recovery.config, recover="blockwise")
+    if config.recover == "distill":
+        message = Text("{} needs data", Option("recover", "distill"))
+        require(prepared.data is not None, message, field="calibration", value=None)
+        part_size(prepared.calibration.num_samples)
+        size = TrainingBytes.of(prepared.model, config.bits is not None or config.has_budget)
+        placement = prepared.subject.ranks.broadcast_object(Placement.within(size, prepared.storage))
+        variant.notes += [placement.note] if placement.note else []
+        if placement.trains:
+            return Distillation(prepared, variant, placement.on_host).run
+    recovery = Recovery(prepared, variant)
+    if config.recover == "distill":
+        recovery.config = dataclasses.replace(config, recover="blockwise")
     return lambda: broadcast_first(prepared, recovery.run)
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes of training all parameters of a model end to end."""
+
+    copy: int  # of the model
+    state: int  # masters, gradients and moments
+    best: int  # the best state
+    host: int  # masters, gradients, moments and the best state, if they are not on the device
+
+    @classmethod
+    def of(cls, model: nn.Module, grids: bool) -> "TrainingBytes":
+        """`grids`: whether weights on a grid have latent masters."""
+        copy = state = total = 0
+        for parameter in model.parameters():
+            count, wide = parameter.numel(), parameter.dtype in (torch.float32, torch.float64) and not grids
+            copy += count * (4 if parameter.dtype == torch.float16 else parameter.dtype.itemsize)
+            state += count * (12 if wide else 16)
+            total += count
+        return cls(copy, state, 4 * total, 20 * total)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a distillation trains; the note for the report is empty if everything is on the device."""
+
+    trains: bool  # end to end; otherwise block by block
+    on_host: bool = False
+    note: str = ""
+
+    @classmethod
+    def choose(cls, size: TrainingBytes, device: torch.device, free: int, host: int) -> "Placement":
+        """The first place with room.
+
+        Args:
+            size: of the training.
+            device: of the model.
+            free: bytes there.
+            host: bytes in host memory; on a CPU the same.
+        """
+        if not is_gpu(device):
+            needed = size.copy + size.state + size.best
+            return cls(True) if needed <= free else cls._refused(needed, free, "host memory")
+        whole = size.copy + size.state
+        if whole <= free and size.best <= host:
+            return cls(True)
+        if size.copy > free:
+            return cls._refused(size.copy, free, str(device))
+        if size.host > host:
+            return cls._refused(size.host, host, "host memory")
+        reason = f"its {_gib(whole)} exceed the {_gib(free)} left on {device}"
+        return cls(True, True, f"the distillation's optimizer state was in host memory: {reason}")
+
+    @classmethod
+    def _refused(cls, needed: int, free: int, place: str) -> "Placement":
+        reason = f"end-to-end training needs {_gib(needed)} in {place}, which has {_gib(free)} left"
+        return cls(False, note=f"recovered block by block instead of distilled: {reason}")
+
+    @classmethod
+    def within(cls, size: TrainingBytes, storage: Storage) -> "Placement":
+        """Like `choose`, by the memory that a run has left."""
+        place = HOST if HOST in storage.limits else storage.device
+        return cls.choose(size, storage.device, storage.available(), storage.limits[place] - storage.used[place])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.4g} GiB"

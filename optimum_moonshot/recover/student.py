@@ -1,39 +1,214 @@
-"""A trained block: float32 copies of its tensors with the pruned weights, its inputs and its targets.
+"""What a recovery trains: float32 masters of the tensors of a block, or of all parameters of a copy of the model.
 
-The user's model is not changed: `torch.func.functional_call` runs its code with these copies.
+The model itself does not change. Zeros of pruned matrices have zero gradients, and so stay zeros.
+
+Weights on a grid have latent masters, which every forward pass rounds, with a straight-through gradient: the codes are
+c = round(v/s), clipped to ±top, and the weights c·s. The gradient of a scale is that of LSQ (Esser et al., arXiv
+1902.08153): dw/ds = c - v/s where v/s is inside the grid, ±top outside. Latent weights outside receive gradients too;
+zero gradients there measured the same.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
-from ..data.batches import Batch
-from ..errors import require
-from ..model.calls import BlockCall, first_tensor, join_hidden, to_device
-from ..model.layers import Block, PrunableLayer
-from ..model.losses import token_mask
-from ..objective.patterns import Pattern
-from .grid_weights import GridWeight
+from ..masks import is_pruned
+from ..model.calls import calling
+from ..model.layers import Block, PrunableLayer, by_visit, find_blocks
+from ..model.offload import bare_copy
+from ..objective.grid import Grid
+from ..objective.patterns import MixedNM, Pattern, Structured, nonzeros
 
-TINY = 1e-12  # lower bound of |target|² in the relative error
-SCALE_LR = 0.3  # learning rate of the scales of a grid, relative to that of the weights
-VECTOR_LR = 0.3  # that of norms and biases
+HOST = torch.device("cpu")
+SCALE_LR = 0.3  # learning rate of the scales of a grid, relative to that of weights
+VECTOR_LR = 0.3  # learning rate of norms and biases in a block, relative to that of weights
 
 Tensors = dict[str, Tensor]
 
 
-class Student:
-    """The tensors of a dense block with its pruned weights in float32.
+@dataclass(eq=False)
+class Master:
+    """A parameter that trains, in float32."""
 
-    `weights` has the pruned matrix [d_out, d_in] of every layer with a parameter in the block; only those of `tuned`
-    are trained. A layer whose pattern has a grid trains latent weights and the scales of the grid. `others` are the
-    names of parameters in the block that train as well: matrices without their zeros, vectors whole. `instead` has
-    tensors by name in place of dense ones, also smaller ones.
+    value: nn.Parameter  # latent weights, if there is a grid
+    dtype: torch.dtype  # of the model
+    layer: PrunableLayer | None = None  # the pruned layer whose weight it is
+    keep: Tensor | None = None  # bool, True where a weight survives and trains; None: everywhere
+    used: nn.Parameter | None = None  # the parameter of a copy, which has the rounded value; None: `value`
+    grid: Grid | None = None
+    scale: nn.Parameter | None = None  # [d_out, groups] in float32, if there is a grid
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            self.layer = replace(self.layer, substitute=self.value)
+
+    def put_on_grid(self, pattern: Pattern, dense: Tensor) -> None:
+        """Train on the grid of a pattern, if it has one, from now on; `dense` is the weight before the run.
+
+        Raises:
+            MoonshotError: the weights are not on the grid.
+        """
+        if pattern.grid is None:
+            return
+        assert self.layer is not None
+        self.grid = pattern.grid
+        self.scale = nn.Parameter(self.grid.scales_of(self.layer.matrix.to(self.grid.dtype)).float())
+        if not pattern.sparsity:  # a zero is a code, unless the weight was zero before the run
+            self.keep = nonzeros(dense.to(self.value.device))
+
+    def weight(self) -> Tensor:
+        """The value, or the weights on the grid in float32, with gradients."""
+        if self.grid is None or self.scale is None or self.layer is None:
+            return self.value
+        return self.layer.as_parameter(on_grid(self.layer.as_matrix(self.value), self.scale, self.grid))
+
+    @torch.no_grad()
+    def rounded(self) -> Tensor:
+        """The weight in the model's dtype."""
+        return self.weight().detach().to(self.dtype)
+
+    @torch.no_grad()
+    def collect_gradient(self, _: Tensor | None = None) -> None:
+        """Move the gradient of the copy's parameter to the master."""
+        if self.used is not None and self.used.grad is not None:
+            self.gradient().add_(self.used.grad.to(self.value.device, self.value.dtype))
+            self.used.grad = None
+
+    def gradient(self) -> Tensor:
+        """The gradient of the value; zeros for a parameter that no pass has read."""
+        if self.value.grad is None:
+            self.value.grad = torch.zeros_like(self.value)
+        return self.value.grad
+
+
+def _root_mean_square(values: Tensor) -> float:
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def on_grid(latent: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    """The nearest weights on a grid, with gradients of both tensors.
+
+    Args:
+        latent: [d_out, d_in] in float32.
+        scale: [d_out, groups] in float32; the weights use it in the dtype of the grid.
+        grid: its dtype is that of the weights.
+
+    Returns:
+        [d_out, d_in] in float32, exact in the dtype of the grid.
+    """
+    weight: Tensor = _StraightThrough.apply(latent, scale, grid)
+    return weight
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, latent: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+        step = grid.per_weight(scale.to(grid.dtype), latent.shape[1])
+        ctx.save_for_backward(latent, scale)
+        ctx.grid = grid
+        return grid.values(grid.codes(latent, step), step).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,), (latent, scale), grid = gradients, ctx.saved_tensors, ctx.grid
+        step = grid.per_weight(scale.to(grid.dtype), latent.shape[1]).float()
+        ratio = latent / step.masked_fill(step == 0, 1)
+        by_step = grid.codes(latent, step) - ratio.masked_fill(ratio.abs() > grid.top, 0)
+        return gradient, grid.blocks(gradient * by_step).sum(-1), None
+
+
+class Student:
+    """Parameters that train, by name."""
+
+    prefix = ""  # from these names to those in the model
+    snapshot_device: torch.device | None = None  # None: where the values are
+
+    def __init__(self) -> None:
+        self.masters: dict[str, Master] = {}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All tensors that the optimizer changes, by unique names."""
+        for name, master in self.masters.items():
+            yield name, master.value
+            if master.scale is not None:
+                yield f"{name} scale", master.scale
+
+    def rates(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """The tensors of `named_parameters` with their learning rates, relative to that of the configuration."""
+        for name, master in self.masters.items():
+            yield master.value, self.rate(name)
+            if master.scale is not None:
+                scale = master.scale.detach()
+                yield master.scale, SCALE_LR * _root_mean_square(scale[scale != 0])
+
+    def rate(self, name: str) -> float:
+        """The relative learning rate of a master: the root mean square of the values that train."""
+        value, keep = self.masters[name].value.detach(), self.masters[name].keep
+        return _root_mean_square(value if keep is None else value[keep])
+
+    def finish_gradients(self) -> None:
+        """Set the gradients of removed weights to zero, so that Adam does not change them."""
+        for master in self.masters.values():
+            if master.keep is not None and master.value.grad is not None:  # a pass need not read every parameter
+                master.value.grad.mul_(master.keep)
+
+    def clear_gradients(self) -> None:
+        for master in self.masters.values():
+            for parameter in (master.value, master.scale, master.used):
+                if parameter is not None:
+                    parameter.grad = None
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Give the parameters of a copy their rounded values."""
+        for master in self.masters.values():
+            if master.used is not None:
+                master.used.copy_(master.rounded())
+
+    def snapshot(self) -> Tensors:
+        """A copy of all tensors of `named_parameters`."""
+        device, named = self.snapshot_device, self.named_parameters()
+        return {name: value.detach().to(device or value.device, copy=True) for name, value in named}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Tensors) -> None:
+        for name, value in self.named_parameters():
+            value.copy_(snapshot[name])
+        self.round()
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        """The weights in the model's dtype.
+
+        Returns:
+            Those of pruned layers [d_out, d_in], by layer, and the other parameters, by their names in the model.
+        """
+        layers, others = Tensors(), Tensors()
+        for name, master in self.masters.items():
+            if master.layer is None:
+                others[f"{self.prefix}{name}"] = master.rounded()
+            else:
+                layers[master.layer.name] = master.layer.as_matrix(master.rounded())
+        return layers, others
+
+
+class StudentBlock(Student):
+    """A dense block with its pruned weights. `torch.func.functional_call` runs the block's code with `tensors`.
+
+    Args:
+        block: onloaded.
+        weights: the matrices [d_out, d_in] of all pruned layers with a parameter in the block.
+        tuned: names of the layers that train, unless all of their weights are zeros.
+        patterns: of the layers, by name; a grid has the dtype of the model.
+        others: names in the block of other parameters that train: matrices without their zeros, vectors whole.
+        instead: tensors that replace dense ones, by name in the block; they may be smaller.
     """
 
     def __init__(
@@ -45,114 +220,66 @@ class Student:
         others: Collection[str] = (),
         instead: Mapping[str, Tensor] | None = None,
     ):
-        self.block = block
+        super().__init__()
+        self.prefix, self.patterns = f"{block.name}.", patterns or {}
         parameters = dict(block.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
-        self.dense = {**parameters, **dict(block.module.named_buffers())}
-        replaced = {names[id(layer.parameter)] for layer, _ in weights}
-        rest = {name: tensor.detach() for name, tensor in self.dense.items() if name not in replaced}
+        self.dense: Tensors = {**parameters, **dict(block.module.named_buffers())}
+        pruned = {names[id(layer.parameter)]: (layer, weight) for layer, weight in weights}
+        rest = {name: tensor.detach() for name, tensor in self.dense.items() if name not in pruned}
         rest |= {name: tensor.to(self.dense[name].device) for name, tensor in (instead or {}).items()}
-        self.latent = {name: _float32(tensor) for name, tensor in rest.items()}
-        self.trained: dict[str, PrunableLayer] = {}  # by the name of the tensor
-        self.keep: Tensors = {}  # bool, True where a weight survives and trains; absent: everywhere
-        self.patterns = patterns or {}  # by layer, with the dtype of the model
-        self.grids: dict[str, GridWeight] = {}  # of the layers that train on a grid, by the name of the tensor
-        for layer, weight in weights:
-            name = names[id(layer.parameter)]
-            pruned = layer.as_parameter(weight).to(layer.parameter.device, torch.float32, copy=True).contiguous()
-            trains = layer.name in tuned and bool(pruned.any())
-            self.latent[name] = parameter = nn.Parameter(pruned, requires_grad=trains)
-            if trains:
-                self.trained[name] = replace(layer, substitute=parameter)
-                self.keep[name] = pruned != 0
-        self.others = self._train_others(name for name in others if name not in replaced)
+        self.fixed = {name: to_float32(tensor) for name, tensor in rest.items()}  # tensors that do not train
+        for name, (layer, weight) in pruned.items():
+            value = layer.as_parameter(weight).to(layer.parameter.device, torch.float32, copy=True).contiguous()
+            if layer.name in tuned and bool(value.any()):
+                self.masters[name] = Master(nn.Parameter(value), layer.parameter.dtype, layer, value != 0)
+            else:
+                self.fixed[name] = value
+        for name in (name for name in others if name not in pruned):
+            value, matrix = self.fixed[name], self.fixed[name].ndim > 1
+            if not matrix or bool(value.any()):
+                keep, parameter = nonzeros(value) if matrix else None, nn.Parameter(self.fixed.pop(name).clone())
+                self.masters[name] = Master(parameter, self.dense[name].dtype, keep=keep)
         self.to_grids()
-
-    def _train_others(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Give latent copies of some parameters gradients; matrices keep their zeros."""
-        others = {}
-        for name in names:
-            tensor = self.latent[name].clone()
-            if tensor.ndim > 1 and not bool(tensor.any()):
-                continue
-            if tensor.ndim > 1 and not bool(tensor.all()):
-                self.keep[name] = tensor != 0
-            self.latent[name] = others[name] = nn.Parameter(tensor)
-        return others
 
     @property
     def tensors(self) -> Tensors:
         """The block's tensors in float32, with gradients of all that trains."""
-        return {**self.latent, **{name: weight.parameter() for name, weight in self.grids.items()}}
-
-    @property
-    def layers(self) -> list[PrunableLayer]:
-        """The pruned ones that train."""
-        return list(self.trained.values())
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        pruned = [layer.parameter for layer in self.layers] + [weight.scale for weight in self.grids.values()]
-        return [*pruned, *self.others.values()]
-
-    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups: the rate of a layer is `lr` times the root mean square of its surviving weights.
-
-        That of its scales is `SCALE_LR` · `lr` times their root mean square. Of the other parameters, a matrix has the
-        rate of a layer; see `_vector_scale` for a vector.
-        """
-        trained = [(layer.parameter, self.keep[name], lr) for name, layer in self.trained.items()]
-        trained += [(weight.scale, weight.scale != 0, SCALE_LR * lr) for weight in self.grids.values()]
-        groups = [(parameter, rate * _scale(parameter.detach()[keep])) for parameter, keep, rate in trained]
-        for name, parameter in self.others.items():
-            matrix = parameter.detach()[self.keep[name]] if name in self.keep else parameter.detach()
-            scale = _scale(matrix) if parameter.ndim > 1 else VECTOR_LR * self._vector_scale(name)
-            groups.append((parameter, lr * scale))
-        return [{"params": [parameter], "lr": rate} for parameter, rate in groups]
-
-    def _vector_scale(self, name: str) -> float:
-        """The root mean square of a vector or, of a bias, of the weight beside it: a bias may be zero."""
-        owner, _, key = name.rpartition(".")
-        weight = self.latent.get(f"{owner}.weight") if key == "bias" else None
-        return _scale((self.latent[name] if weight is None else weight).detach())
-
-    def mask_gradients(self) -> None:
-        """Set the gradients of removed weights to zero, so that Adam does not change them."""
-        for name, keep in self.keep.items():
-            gradient = self.latent[name].grad
-            if gradient is not None:  # some parameters may take no part
-                gradient.mul_(keep)
+        return {**self.fixed, **{name: master.weight() for name, master in self.masters.items()}}
 
     def rounded(self) -> Tensors:
         """The block's tensors in the dtypes of the model."""
-        return {name: self._rounded(name, tensor) for name, tensor in self.tensors.items()}
+        fixed = {name: tensor.to(self.dense[name].dtype) for name, tensor in self.fixed.items()}
+        return {**fixed, **{name: master.rounded() for name, master in self.masters.items()}}
 
-    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.dense[name].dtype)
+    @property
+    def layers(self) -> dict[str, PrunableLayer]:
+        """The pruned layers that train, by the names of their masters."""
+        return {name: master.layer for name, master in self.masters.items() if master.layer is not None}
 
-    def matrices(self) -> Tensors:
-        """The trained weights by layer, [d_out, d_in] in the model's dtype."""
-        tensors = self.rounded()
-        return {layer.name: layer.as_matrix(tensors[name]) for name, layer in self.trained.items()}
-
-    def changed(self) -> Tensors:
-        """The other parameters that train, by their names in the model, in its dtype."""
-        return {f"{self.block.name}.{name}": self._rounded(name, self.latent[name]) for name in self.others}
+    def rate(self, name: str) -> float:
+        """Like `Student.rate`; smaller for a vector, and for a bias by the weight beside it, as it may be zero."""
+        if self.masters[name].value.ndim > 1:
+            return super().rate(name)
+        values = {**self.fixed, **dict(self.named_parameters())}
+        owner, _, key = name.rpartition(".")
+        beside = f"{owner}.weight" if key == "bias" else name
+        return VECTOR_LR * _root_mean_square(values.get(beside, values[name]).detach())
 
     @torch.no_grad()
     def to_dense(self) -> None:
-        """Reset every trained layer to its dense weight; it trains freely until `to_grids`."""
-        self.grids.clear()
-        for name, layer in self.trained.items():
-            layer.parameter.copy_(self.dense[name])
+        """Reset every pruned layer to its dense weight; it trains without a grid until `to_grids`."""
+        for name in self.layers:
+            master = self.masters[name]
+            master.grid = master.scale = None
+            master.value.copy_(self.dense[name])
 
     @torch.no_grad()
     def prune(self, weights: Tensors) -> None:
-        """Replace the weights [d_out, d_in] of layers; their zeros are the new masks."""
-        for name, layer in self.trained.items():
-            if layer.name in weights:
-                layer.assign(weights[layer.name])
-                self.keep[name] = layer.parameter.detach() != 0
+        """Replace the weights [d_out, d_in] of the pruned layers, by layer; their zeros are the new masks."""
+        for name, layer in self.layers.items():
+            layer.assign(weights[layer.name])
+            self.masters[name].keep = layer.parameter.detach() != 0
 
     def to_grids(self) -> None:
         """Train the layers whose patterns have grids on them from now on.
@@ -160,90 +287,137 @@ class Student:
         Raises:
             MoonshotError: their weights are not on the grids.
         """
-        for name, layer in self.trained.items():
-            pattern = self.patterns.get(layer.name)
-            if pattern is not None and pattern.grid is not None:
-                self.grids[name] = GridWeight.restore(layer, pattern.grid)
-                if not pattern.sparsity:  # a zero is a code, unless the weight was zero before the run
-                    self.keep[name] = self.dense[name].detach() != 0
-
-    def snapshot(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.parameters]
-
-    @torch.no_grad()
-    def restore(self, snapshot: list[Tensor]) -> None:
-        for parameter, saved in zip(self.parameters, snapshot, strict=True):
-            parameter.copy_(saved)
+        for name, layer in self.layers.items():
+            if layer.name in self.patterns:
+                self.masters[name].put_on_grid(self.patterns[layer.name], self.dense[name].detach())
 
 
-def _scale(values: Tensor) -> float:
-    return float(values.square().mean().sqrt())
+class StudentModel(Student):
+    """A copy of a model with pruned weights, all of whose parameters train.
+
+    It computes with masters rounded to the model's dtype, so that every loss is that of the resulting weights; float16
+    ones are widened for the passes, whose gradients would underflow.
+
+    Args:
+        model: dense; its blocks may be offloaded.
+        pruned: the pruned layers and their matrices [d_out, d_in]. Their zeros stay zeros, like those of other matrices
+            that were pruned before.
+        patterns: of these layers, by name; a grid has the dtype of the model.
+        on_host: whether masters, gradients and moments are in host memory.
+    """
+
+    snapshot_device = HOST
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pruned: Sequence[tuple[PrunableLayer, Tensor]],
+        patterns: Mapping[str, Pattern],
+        on_host: bool = False,
+    ):
+        super().__init__()
+        self.on_host = on_host
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        first_names = {id(parameter): name for name, parameter in parameters.items()}
+        tied = dict(model.named_parameters(remove_duplicate=False))
+        layers = {first_names[id(tied[layer.weight_name])]: (layer, weight) for layer, weight in pruned}
+        copies: dict[int, Any] = {}
+        for visit, names in by_visit(model, [*parameters, *buffers]):
+            with visit():
+                for name in names:
+                    if name not in parameters:
+                        copies[id(buffers[name])] = widened(model.get_buffer(name).detach()).clone()
+                        continue
+                    dense = value = model.get_parameter(name).detach()
+                    layer, pattern = None, None
+                    if name in layers:
+                        layer, weight = layers[name]
+                        value, pattern = layer.as_parameter(weight).to(dense.device), patterns[layer.name]
+                    copies[id(parameters[name])] = self._add(name, value, dense, layer, pattern)
+        self.module = bare_copy(model, copies).eval()
+
+    def _add(
+        self, name: str, value: Tensor, dense: Tensor, layer: PrunableLayer | None, pattern: Pattern | None
+    ) -> nn.Parameter:
+        """The parameter of the copy; one that trains has a master."""
+        used = nn.Parameter(widened(value).contiguous().clone(), requires_grad=value.is_floating_point())
+        if not used.requires_grad:
+            return used
+        wide = torch.promote_types(value.dtype, torch.float32)
+        quantized = pattern is not None and pattern.grid is not None and bool(value.any())
+        if value.dtype == wide and not quantized and not self.on_host:
+            master = Master(used, value.dtype, layer)
+        else:
+            latent = nn.Parameter(value.to(HOST if self.on_host else value.device, wide, copy=True))
+            master = Master(latent, value.dtype, layer, used=used)
+            # Without a reference to the master, which would be a cycle that nothing collects.
+            used.register_post_accumulate_grad_hook(partial(Master.collect_gradient, proxy(master)))
+        if pattern is not None or (value.ndim > 1 and is_pruned(value)):
+            master.keep = master.value.detach() != 0
+        if pattern is not None and quantized:
+            master.put_on_grid(pattern, dense)
+        self.masters[name] = master
+        return used
+
+    def rates(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """Like `Student.rates`; zeros have the rate of the whole model's root mean square."""
+        values = [master.value.detach() for master in self.masters.values()]
+        total, count = sum(float(value.square().sum()) for value in values), sum(map(torch.numel, values))
+        whole = math.sqrt(total / max(1, count))
+        return ((parameter, rate or whole) for parameter, rate in super().rates())
+
+    def finish_gradients(self) -> None:
+        """Like `Student.finish_gradients`, after the sum over all processes; also of latent weights and scales."""
+        for master in self.masters.values():
+            if master.grid is not None:
+                gradient, master.value.grad = master.value.grad, None
+                master.weight().backward(gradient)
+        super().finish_gradients()
+
+    @contextmanager
+    def checkpointed(self, applies: bool) -> Iterator[None]:
+        """Inside the context, the blocks recompute their activations in the backward pass, if that `applies`."""
+        recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        with ExitStack() as stack:
+            for _, block in find_blocks(self.module) if applies else ():
+                stack.enter_context(calling(block, partial(recomputing, block.forward)))
+            yield
 
 
-def _float32(tensor: Tensor) -> Tensor:
+def to_float32(tensor: Tensor) -> Tensor:
+    """A floating-point tensor in float32; any other as it is."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-@dataclass
-class BlockTask:
-    """The cached inputs and targets of a block on every batch, and the relative error between outputs and targets.
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype of the passes: float32 for float16."""
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
-    `tensors` replace the block's parameters and buffers by name; hidden states are [B, T, D], or of another shape that
-    the block reads.
+
+def changes_structure(patterns: Iterable[Pattern | MixedNM]) -> bool:
+    """Whether patterns of a block's layers remove neurons or heads."""
+    return any(isinstance(pattern, Structured) for pattern in patterns)
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The floating-point parameters of a block by name, except embeddings.
+
+    An embedding in a block may produce an argument of other blocks, like the relative positions of T5.
     """
-
-    module: nn.Module
-    calls: list[BlockCall]
-    inputs: list[Tensor]  # h
-    targets: list[Tensor]  # g(d)
-    masks: list[Tensor | None]  # bool [B, T], True where a token counts; None: everywhere
-
-    def output(self, index: int, tensors: Tensors, hidden: Tensor, widen: bool = False) -> Tensor:
-        """The block's output for a hidden state of batch `index`; `widen` computes in float32."""
-        device = next(iter(tensors.values())).device
-        arguments = to_device(join_hidden(hidden, self.calls[index]), device)
-        args, kwargs = tree_map_only(Tensor, _float32, arguments) if widen else arguments
-        return first_tensor(functional_call(self.module, tensors, args, kwargs))
-
-    def error(self, index: int, tensors: Tensors, widen: bool = False) -> Tensor:
-        """Σ |output - target|² / |target|² over the tokens of a batch without padding: a scalar with its graph."""
-        output = positions(self.output(index, tensors, self.inputs[index], widen)).float()
-        target = positions(self.targets[index]).to(output.device).float()
-        errors = (output - target).square().sum(-1) / target.square().sum(-1).clamp_min(TINY)
-        mask = self.masks[index]
-        return errors.sum() if mask is None else errors[mask.to(errors.device)].sum()
-
-    def tokens(self, indices: list[int]) -> int:
-        """The number of tokens in some batches without padding."""
-        pairs = ((self.masks[index], self.targets[index]) for index in indices)
-        return sum(positions(target)[..., 0].numel() if mask is None else int(mask.sum()) for mask, target in pairs)
-
-    @torch.no_grad()
-    def loss(self, indices: list[int], tensors: Tensors) -> float:
-        """The mean relative squared error over the tokens of some batches."""
-        return sum(self.error(index, tensors).item() for index in indices) / self.tokens(indices)
-
-    @torch.no_grad()
-    def advance(self, states: list[Tensor], tensors: Tensors) -> None:
-        """Replace the hidden states of all batches by the block's outputs, in place."""
-        for index, state in enumerate(states):
-            state.copy_(self.output(index, tensors, state))
+    embeddings = {id(module.weight) for module in module.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and id(parameter) not in embeddings
+    }
 
 
-def positions(hidden: Tensor) -> Tensor:
-    """A hidden state as [B, T, D]; one of another number of dimensions has one position per sample."""
-    return hidden if hidden.ndim == 3 else hidden.flatten(1)[:, None]
-
-
-def padding_mask(batch: Batch, hidden: Tensor) -> Tensor | None:
-    """True at the positions of a hidden state without padding; None: everywhere."""
-    mask = token_mask(batch)
-    if mask is None or bool(mask.all()):
-        return None
-    require(
-        positions(hidden).shape[:2] == mask.shape,
-        f"hidden states of shape {list(hidden.shape)} do not show which tokens are padding",
-        field="recover",
-        hint="use samples of equal length",
-    )
-    return mask
+def shared_names(model: nn.Module, blocks: Iterable[Block]) -> set[str]:
+    """The names of parameters in blocks that are also used outside of their block; no block is onloaded."""
+    prefixes = [f"{block.name}." for block in blocks]
+    uses: dict[int, list[tuple[str, str]]] = {}  # parameter → its names, each with the prefix of its block
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        uses.setdefault(id(parameter), []).append((name, inside))
+    shared = [names for names in uses.values() if len({inside for _, inside in names}) > 1]
+    return {name for names in shared for name, _ in names}

@@ -1,12 +1,15 @@
-"""The dense model as a teacher: its logits on the calibration samples, and a student's divergence from them.
+"""The dense model as a teacher: of a block, by the outputs of the dense blocks; of a whole model, by its logits.
 
-Of a model without a head these are its output, pooled as in `OutputLoss`, and half the relative squared distance.
+A model without a head teaches its output, pooled like in `OutputLoss`, and half the relative squared distance replaces
+the divergence.
 
-The teacher runs once. Its final hidden states are cached, and its head computes the logits from them wherever these are
-needed: hidden states are smaller by the ratio of vocabulary to width. Where the head's output is not the model's (with
-capped logits), or the model has none (a classifier), the logits themselves are cached, in full.
+The teacher of a whole model runs once. Its final hidden states are cached, and its head computes the logits from them
+when they are needed: hidden states are smaller by the ratio of vocabulary to width. Where the head's output is not the
+model's (capped logits), or there is no head (a classifier), the logits themselves are cached.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +18,67 @@ from torch import Tensor, nn
 from ..calibration.storage import Storage
 from ..data.batches import IGNORED, Batch
 from ..errors import MoonshotError, Option, Text, require
-from ..model.calls import recorded, run_model
+from ..model.calls import BlockCall, recorded, run_model
+from ..model.depth import skipping
 from ..model.embeddings import find_pooling, has_head
+from ..model.layers import Block, find_structure
 from ..model.losses import pooled_output, relative_distance, token_mask
+from ..pipeline.inputs import Prepared
+from ..pipeline.stages import BlockPipeline
+from .student import HOST, StudentBlock
+from .tuning import BlockTask
 
 CHUNK = 2**22  # logits of the teacher in float32 at once
-RECOVER = Option("recover", "distill")
-BLOCKWISE = Text("use {}", Option("recover", "blockwise"))
 
 
-def logits_of(model: nn.Module, output: Any) -> Tensor:
-    """The logits in a model's output, [B, C] or [B, T, C].
+@dataclass(eq=False)
+class DenseBlocks:
+    """The blocks of a dense model, and a hidden state on every batch that passes through one after another."""
 
-    Raises:
-        MoonshotError: there are none.
-    """
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    usable = isinstance(logits, Tensor) and logits.ndim in (2, 3)
-    if not isinstance(logits, Tensor) or not usable:
-        message = f"{type(model).__name__} returns no logits [samples, classes] or [samples, tokens, classes]"
-        raise MoonshotError(message, field="recover", value="distill", hint=BLOCKWISE)
-    return logits
+    blocks: Sequence[Block]
+    calls: Sequence[list[BlockCall]]  # by block and batch
+    states: list[Tensor]
+    targets: list[Tensor]  # the states in the coordinates of the recovered model
+    basis: Tensor | None = None  # of these coordinates; see `DenseTeacher`
+
+    @classmethod
+    def of(cls, prepared: Prepared, batches: Sequence[Batch], pipeline: BlockPipeline) -> "DenseBlocks":
+        """The dense blocks with the inputs of the first one.
+
+        Args:
+            prepared: the recovered model, whose teacher may have more blocks and wider hidden states.
+            batches: the data.
+            pipeline: of the recovered blocks, after a pass of the data that cached the inputs of the first.
+        """
+        teacher, dense, basis = prepared.subject.teacher, pipeline, None
+        if teacher is not None:
+            basis, whole = teacher.basis, find_structure(teacher.model).blocks
+            remaining = [block for index, block in enumerate(whole) if index not in teacher.removed]
+            names = [block.name for block in prepared.selection.structure.blocks]
+            by_name = dict(zip(names, remaining, strict=True))
+            blocks = tuple(by_name[block.name] for block in pipeline.blocks)
+            dense = BlockPipeline(teacher.model, blocks, batches, False, None, prepared.storage)
+            dense.lowest, dense.highest = pipeline.lowest, pipeline.highest
+            with skipping(whole[index].module for index in teacher.removed):
+                dense.capture()
+        states = targets = [call.hidden for call in dense.calls[dense.lowest]]
+        if basis is not None:
+            targets = [prepared.storage.put(_mapped(state, basis), "targets of blocks") for state in states]
+        return cls(dense.blocks, dense.calls, states, targets, basis)
+
+    def advance(self, number: int) -> None:
+        """Replace the states, and so the targets, by the outputs of a block."""
+        block = self.blocks[number]
+        task = BlockTask(block.module, self.calls[number], self.states, self.states, [])
+        task.advance(self.states, StudentBlock(block, [], set()).rounded())
+        if self.basis is not None:
+            for target, state in zip(self.targets, self.states, strict=True):
+                target.copy_(_mapped(state, self.basis))
+
+
+def _mapped(state: Tensor, basis: Tensor) -> Tensor:
+    wide = state if state.dtype == torch.float64 else state.float()
+    return (wide @ basis.to("cpu", wide.dtype).to(wide.device)).to(state.dtype)
 
 
 def counted(batch: Batch, logits: Tensor) -> Tensor:
@@ -44,43 +87,45 @@ def counted(batch: Batch, logits: Tensor) -> Tensor:
     Raises:
         MoonshotError: the shape of the logits does not show which rows are padding.
     """
-    shape, labels = logits.shape[:-1], batch.get("labels")
-    mask = torch.ones(shape, dtype=torch.bool) if len(shape) == 1 else token_mask(batch)
-    if labels is not None and labels.shape == shape != (mask.shape if mask is not None else None):
+    rows, labels = logits.shape[:-1], batch.get("labels")
+    mask = token_mask(batch) if logits.ndim == 3 else None
+    if logits.ndim == 3 and labels is not None and labels.shape == rows and (mask is None or mask.shape != rows):
         mask = labels != IGNORED  # the decoder's tokens
-    mask = torch.ones(shape, dtype=torch.bool) if mask is None or bool(mask.all()) else mask
+    if mask is None or bool(mask.all()):
+        return torch.ones(rows, dtype=torch.float32)
     message = f"logits of shape {list(logits.shape)} do not show which tokens are padding"
-    visible = mask.shape == shape or bool(mask.all())
-    require(visible, message, field="recover", value="distill", hint="use samples of equal length")
-    mask = mask if mask.shape == shape else torch.ones(shape, dtype=torch.bool)
-    return mask.to("cpu", torch.float32)
+    require(mask.shape == rows, message, field="recover", value="distill", hint="use samples of equal length")
+    return mask.to(HOST, torch.float32)
 
 
 class Teacher:
-    """The logits of a frozen model in evaluation mode, which stays as it is while they are used."""
+    """The logits of a frozen model in evaluation mode, which does not change while they are used."""
 
     def __init__(self, model: nn.Module, storage: Storage):
         self.model, self.storage = model, storage
         self.pooling = None if has_head(type(model)) else find_pooling(model)
-        find = getattr(model, "get_output_embeddings", lambda: None)
-        self.head: nn.Module | None = find()
+        self.head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
         self.checked = False  # whether the head's output is the model's, by the first batch
 
     def outputs(self, model: nn.Module, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The logits, or the pooled output, of the teacher or a student, and the rows that count as in `record`.
+        """The logits, or the pooled output, of the teacher or a student, and the weights of `record`.
 
         Raises:
             MoonshotError: there are none, or they do not show which rows are padding.
         """
-        if self.pooling is None:
-            logits = logits_of(model, output)
-            return logits, counted(batch, logits)
-        values, mask = pooled_output(model, output, batch, self.pooling)
-        return values, torch.ones(values.shape[:-1]) if mask is None else mask.to("cpu", torch.float32)
+        if self.pooling is not None:
+            values, mask = pooled_output(model, output, batch, self.pooling)
+            return values, torch.ones(values.shape[:-1]) if mask is None else mask.to(HOST, torch.float32)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
+            message = f"{type(model).__name__} returns no logits [samples, classes] or [samples, tokens, classes]"
+            hint = Text("use {}", Option("recover", "blockwise"))
+            raise MoonshotError(message, field="recover", value="distill", hint=hint)
+        return logits, counted(batch, logits)
 
     @torch.no_grad()
     def record(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A cache of the outputs on a batch, which is on the model's device, and the rows that count.
+        """Cache the outputs on a batch, which is on the model's device.
 
         Returns:
             Hidden states or logits [samples, ..., D], and float32 weights [samples, ...] in host memory, 1 for each
@@ -96,12 +141,8 @@ class Teacher:
             exact = isinstance(hidden, Tensor) and torch.equal(self.head(hidden), logits)
             self.head = self.head if exact else None
         self.checked = True
-        kept, what = (logits, "logits") if self.head is None else (hidden, "hidden states")
-        return self.storage.put(kept, f"{what} of the teacher"), weights
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """The logits [rows, C] of rows of a cache, in float32."""
-        return (rows if self.head is None else self.head(rows)).float()
+        cached, what = (logits, "logits") if self.head is None else (hidden, "hidden states")
+        return self.storage.put(cached, f"{what} of the teacher"), weights
 
     @torch.no_grad()
     def divergence(self, logits: Tensor, cache: Tensor, weights: Tensor) -> tuple[float, Tensor]:
@@ -113,25 +154,26 @@ class Teacher:
             weights: float32 [...], one for each row of the logits.
 
         Returns:
-            Σ w · KL(teacher ‖ student) over the rows, in nats, and its gradient at the logits, in their dtype. Of
-            outputs without a head half the relative squared distance replaces KL.
+            Σ w · KL(teacher ‖ student) over the rows, in nats, and its gradient at the logits, in their dtype. Half the
+            relative squared distance replaces KL for outputs without a head.
         """
         gradient, total = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), 0.0
         students, targets = logits.detach().flatten(0, -2), cache.flatten(0, -2)
         gradients, size = gradient.flatten(0, -2), max(1, CHUNK // logits.shape[-1])
         weights = weights.flatten().to(logits.device)
         for start in range(0, len(students), size):
-            part = slice(start, start + size)
+            rows = slice(start, start + size)
+            student, teacher, weight = students[rows].float(), targets[rows].to(logits.device), weights[rows]
             if self.pooling is not None:
-                student, teacher = students[part].float(), targets[part].to(logits.device).float()
-                total += float((0.5 * relative_distance(student, teacher) * weights[part]).sum())
-                scale = weights[part] / teacher.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-                gradients[part] = (student - teacher) * scale[:, None]
+                teacher = teacher.float()
+                total += float((0.5 * relative_distance(student, teacher) * weight).sum())
+                scale = weight / teacher.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+                gradients[rows] = (student - teacher) * scale[:, None]
                 continue
-            student = students[part].float().log_softmax(-1)
-            teacher = self.logits(targets[part].to(logits.device)).log_softmax(-1)
+            student = student.log_softmax(-1)
+            teacher = (teacher if self.head is None else self.head(teacher)).float().log_softmax(-1)
             likely = teacher.exp()
             terms = torch.where(likely > 0, likely * (teacher - student), 0)
-            total += float((terms.sum(-1) * weights[part]).sum())
-            gradients[part] = (student.exp() - likely) * weights[part, None]
+            total += float((terms.sum(-1) * weight).sum())
+            gradients[rows] = (student.exp() - likely) * weight[:, None]
         return total, gradient

@@ -1,54 +1,32 @@
-"""Train the surviving weights of one block by Adam on its relative error, without labels.
+"""The trainer of every recovery: Adam on groups of samples in random order, validated on held-out samples.
 
-A part of the samples is held out for validation: no phase of training ends in a state with a larger error on them than
-its first.
+`Tuner` trains a block on its relative error, `Distillation` (distill.py) a whole model on its divergence from the
+dense one. The result is the evaluated state with the least held-out loss.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from ..config import MoonshotConfig
+from ..data.batches import Batch
 from ..errors import require
-from ..model.layers import Block
-from ..objective.patterns import MixedNM, Pattern, Structured
-from .student import BlockTask, Student
-
-
-def changes_structure(patterns: Iterable[Pattern | MixedNM]) -> bool:
-    """Whether patterns of a block's layers remove neurons or heads."""
-    return any(isinstance(pattern, Structured) for pattern in patterns)
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The floating-point parameters of a block by their names in it, without those of embeddings.
-
-    An embedding in a block may produce an argument of other blocks, as the relative positions of T5 do.
-    """
-    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    named = module.named_parameters()
-    return {name: each for name, each in named if each.is_floating_point() and id(each) not in tables}
-
-
-def shared_names(model: nn.Module, blocks: Iterable[Block]) -> set[str]:
-    """The names of parameters in blocks that are also used outside of their block; no block is onloaded."""
-    prefixes = [f"{block.name}." for block in blocks]
-    uses: dict[int, list[tuple[str, str]]] = {}  # parameter → its names, each with that of the block
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        uses.setdefault(id(parameter), []).append((name, inside))
-    shared = [names for names in uses.values() if len({inside for _, inside in names}) > 1]
-    return {name for names in shared for name, _ in names}
-
+from ..model.calls import BlockCall, first_tensor, join_hidden, to_device
+from ..model.losses import token_mask
+from .student import Student, StudentBlock, Tensors, to_float32
 
 STEP_SAMPLES = 8  # samples of one optimizer step
-HELDOUT_SHARE = 8  # one in so many samples is held out, to stop the training and to reject a block without gain
+HELDOUT_SHARE = 8  # one in so many samples is held out
 EVALUATIONS = 10  # of the held-out samples, spread evenly over the steps
 PATIENCE = 3  # evaluations without a new best before training stops
 BETAS = (0.9, 0.95)
+TINY = 1e-12  # lower bound of |target|² in the relative error
 
 
 def part_size(num_samples: int) -> int:
@@ -62,8 +40,18 @@ def part_size(num_samples: int) -> int:
     return min(STEP_SAMPLES, max(1, num_samples // HELDOUT_SHARE))
 
 
+def step_parts(num_samples: int) -> list[int]:
+    """The sizes of the parts that steps consist of, the same for any batches of the data.
+
+    Raises:
+        MoonshotError: fewer than 2 samples.
+    """
+    size, ends = part_size(num_samples), [*range(0, num_samples, STEP_SAMPLES), num_samples]
+    return [min(size, stop - start) for first, stop in itertools.pairwise(ends) for start in range(first, stop, size)]
+
+
 def split_heldout(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
-    """The indices of the batches for each optimizer step, and of the held-out ones, the last, by their samples."""
+    """The indices of the parts in each optimizer step, and of the held-out ones, which are the last, by their sizes."""
     heldout: list[int] = []
     while len(heldout) + 1 < len(sizes) and sum(sizes[i] for i in heldout) < max(1, sum(sizes) // HELDOUT_SHARE):
         heldout.insert(0, len(sizes) - len(heldout) - 1)
@@ -75,98 +63,218 @@ def split_heldout(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
     return steps, heldout
 
 
-def step_parts(num_samples: int) -> list[int]:
-    """The samples of the parts that steps consist of, whatever batches the data has.
-
-    Raises:
-        MoonshotError: fewer than 2 samples.
-    """
-    size, ends = part_size(num_samples), [*range(0, num_samples, STEP_SAMPLES), num_samples]
-    return [min(size, stop - start) for first, stop in itertools.pairwise(ends) for start in range(first, stop, size)]
-
-
-def divide_parts(sizes: list[int], pieces: list[int]) -> tuple[list[list[int]], list[int]]:
-    """As `split_heldout`, with the indices of the pieces that the parts are divided into, by their samples."""
-    ends, starts = [*itertools.accumulate(sizes)], [0, *itertools.accumulate(pieces)][:-1]
+def divide_parts(sizes: list[int], batches: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Like `split_heldout`, with the indices of the batches, by their sizes, that the parts are divided into."""
+    ends, starts = [*itertools.accumulate(sizes)], [0, *itertools.accumulate(batches)][:-1]
     steps, heldout = split_heldout(sizes)
 
-    def split(parts: list[int]) -> list[int]:
+    def divided(parts: list[int]) -> list[int]:
         ranges = [range(ends[part] - sizes[part], ends[part]) for part in parts]
-        return [piece for samples in ranges for piece, start in enumerate(starts) if start in samples]
+        return [index for samples in ranges for index, start in enumerate(starts) if start in samples]
 
-    return [split(step) for step in steps], split(heldout)
+    return [divided(step) for step in steps], divided(heldout)
 
 
-class Tuner:
-    """Trains a student on a task.
+class Optimizer:
+    """Adam on the masters of a student; the rate of each is relative to the root mean square of its initial values."""
 
-    The steps are taken in random orders, which differ by block, of index `number`. `sizes` are the samples of their
-    parts, `pieces` those of the batches of the task.
+    def __init__(self, student: Student, lr: float):
+        self.student = student
+        groups = [{"params": [value], "lr": lr * rate, "initial": lr * rate} for value, rate in student.rates()]
+        self.adam = torch.optim.Adam(groups, betas=BETAS, foreach=False)  # whose temporaries are as large as the model
+
+    def step(self, rate: float) -> None:
+        """Take a step from the gradients of the masters, with a fraction `rate` of the initial learning rates."""
+        self.student.finish_gradients()
+        for group in self.adam.param_groups:
+            group["lr"] = rate * group["initial"]
+        self.adam.step()
+        self.student.clear_gradients()
+        self.student.round()
+
+
+@dataclass
+class Progress:
+    """Where a training is; losses are those of the held-out samples."""
+
+    best: float = math.inf
+    last: float = 0.0
+    step: int = 0  # steps taken; the next samples and learning rate follow from it
+    since: int = 0  # evaluations since the best
+    best_values: Tensors = field(default_factory=dict)  # a snapshot of the student
+
+    def evaluated(self, loss: float, student: Student) -> None:
+        """Note a loss of the student; a new best state is copied."""
+        self.last, self.since = loss, self.since + 1
+        if loss < self.best:
+            self.best, self.since, self.best_values = loss, 0, student.snapshot()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loss no longer falls, or is not finite."""
+        return self.since >= PATIENCE or not math.isfinite(self.last)
+
+
+class Trainer:
+    """Trains a student on all samples but the held-out ones.
+
+    Args:
+        config: has the number of steps, and the learning rate.
+        sizes: of the parts of the data, from `step_parts`.
+        batches: the sizes of the batches that the parts are divided into.
+        seed: of the order of the steps.
     """
+
+    student: Student
+
+    def __init__(self, config: MoonshotConfig, sizes: list[int], batches: list[int], seed: int):
+        self.lr, self.total = config.recovery_lr, config.recovery_steps
+        self.groups, self.heldout = divide_parts(sizes, batches)
+        self.order = self._random_order(seed % 2**63)
+        self.taken = 0  # steps in all phases
+
+    def add_gradients(self, group: int) -> None:
+        """Add the gradients of the mean loss on a group of samples."""
+        raise NotImplementedError
+
+    def loss(self) -> float:
+        """The held-out loss of the weights in the dtypes of the model."""
+        raise NotImplementedError
+
+    def step(self, optimizer: Optimizer, rate: float) -> None:
+        """Take a step with a fraction `rate` of the learning rates."""
+        self.add_gradients(next(self.order))
+        optimizer.step(rate)
+        self.taken += 1
+
+    def train(self, optimizer: Optimizer, progress: Progress) -> Iterator[bool]:
+        """Take the remaining steps with a cosine schedule, until the held-out loss no longer falls.
+
+        Yields after every step, with whether the student was evaluated; `progress` then has its best state.
+        """
+        total = progress.step + self.total - self.taken
+        every = max(1, total // EVALUATIONS)
+        while progress.step < total and not progress.stopped:
+            self.step(optimizer, (1 + math.cos(math.pi * progress.step / total)) / 2)
+            progress.step += 1
+            evaluates = progress.step % every == 0 or progress.step == total
+            if evaluates:
+                progress.evaluated(self.loss(), self.student)
+            yield evaluates
+
+    def early_stop(self) -> list[str]:
+        """A note if the training stopped before its last step."""
+        return [] if self.taken == self.total else [f"stopped after {self.taken} of {self.total} steps"]
+
+    def _random_order(self, seed: int) -> Iterator[int]:
+        """The group of each step: all of them in a new random order, endlessly."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield from torch.randperm(len(self.groups), generator=generator).tolist()
+
+
+@dataclass
+class BlockTask:
+    """The cached inputs and targets of a block on every batch, and the relative error between outputs and targets.
+
+    `tensors` replace the block's parameters and buffers by name; hidden states are [B, T, D], or of another shape that
+    the block reads.
+    """
+
+    module: nn.Module
+    calls: list[BlockCall]
+    inputs: list[Tensor]  # h
+    targets: list[Tensor]  # g(d)
+    masks: list[Tensor | None]  # bool [B, T], True where a token counts; None: everywhere
+
+    def output(self, index: int, tensors: Tensors, hidden: Tensor, widen: bool = False) -> Tensor:
+        """The block's output for a hidden state of batch `index`; `widen` computes in float32."""
+        device = next(iter(tensors.values())).device
+        arguments = to_device(join_hidden(hidden, self.calls[index]), device)
+        args, kwargs = tree_map_only(Tensor, to_float32, arguments) if widen else arguments
+        return first_tensor(functional_call(self.module, tensors, args, kwargs))
+
+    def error(self, index: int, tensors: Tensors, widen: bool = False) -> Tensor:
+        """Σ |output - target|² / |target|² over the tokens of a batch without padding: a scalar with its graph."""
+        output = positions(self.output(index, tensors, self.inputs[index], widen)).float()
+        target = positions(self.targets[index]).to(output.device).float()
+        errors = (output - target).square().sum(-1) / target.square().sum(-1).clamp_min(TINY)
+        mask = self.masks[index]
+        return errors.sum() if mask is None else errors[mask.to(errors.device)].sum()
+
+    def tokens(self, indices: list[int]) -> int:
+        """The number of tokens in some batches without padding."""
+        pairs = ((self.masks[index], self.targets[index]) for index in indices)
+        return sum(positions(target)[..., 0].numel() if mask is None else int(mask.sum()) for mask, target in pairs)
+
+    @torch.no_grad()
+    def loss(self, indices: list[int], tensors: Tensors) -> float:
+        """The mean relative squared error over the tokens of some batches."""
+        return sum(self.error(index, tensors).item() for index in indices) / self.tokens(indices)
+
+    @torch.no_grad()
+    def advance(self, states: list[Tensor], tensors: Tensors) -> None:
+        """Replace the hidden states of all batches by the block's outputs, in place."""
+        for index, state in enumerate(states):
+            state.copy_(self.output(index, tensors, state))
+
+
+def positions(hidden: Tensor) -> Tensor:
+    """A hidden state as [B, T, D]; one of another number of dimensions has one position per sample."""
+    return hidden if hidden.ndim == 3 else hidden.flatten(1)[:, None]
+
+
+def padding_mask(batch: Batch, hidden: Tensor) -> Tensor | None:
+    """True at the positions of a hidden state without padding; None: everywhere.
+
+    Raises:
+        MoonshotError: the shape of the hidden state does not show which tokens are padding.
+    """
+    mask = token_mask(batch)
+    if mask is None or bool(mask.all()):
+        return None
+    message = f"hidden states of shape {list(hidden.shape)} do not show which tokens are padding"
+    hint = "use samples of equal length"
+    require(positions(hidden).shape[:2] == mask.shape, message, field="recover", hint=hint)
+    return mask
+
+
+class Tuner(Trainer):
+    """Trains a block on its relative error; the `number` of the block changes the order of the steps."""
 
     def __init__(
         self,
-        student: Student,
+        student: StudentBlock,
         task: BlockTask,
         config: MoonshotConfig,
         number: int,
         sizes: list[int],
-        pieces: list[int],
+        batches: list[int],
     ):
-        self.student, self.task, self.lr = student, task, config.recovery_lr
-        self.total = config.recovery_steps
-        self.groups, self.heldout = divide_parts(sizes, pieces)
-        self.order = self._batches((config.seed + number) % 2**63)
-        self.taken = 0  # steps in all phases
+        super().__init__(config, sizes, batches, config.seed + number)
+        self.student: StudentBlock = student
+        self.task = task
+
+    def add_gradients(self, group: int) -> None:
+        batches = self.groups[group]
+        for index in batches:
+            (self.task.error(index, self.student.tensors, widen=True) / self.task.tokens(batches)).backward()
 
     def loss(self) -> float:
-        """The held-out error of the weights in the dtypes of the model."""
         return self.task.loss(self.heldout, self.student.rounded())
-
-    def finish(self) -> list[str]:
-        """Take the remaining steps with a cosine schedule, and restore the best evaluated state; returns notes."""
-        total = self.total - self.taken
-        every = max(1, total // EVALUATIONS)
-        best, kept, since, step = math.inf, self.student.snapshot(), 0, 0
-        for step in self._steps(total, lambda step: (1 + math.cos(math.pi * step / total)) / 2):
-            if step % every and step < total:
-                continue
-            loss = self.loss()
-            since += 1
-            if loss < best:
-                best, kept, since = loss, self.student.snapshot(), 0
-            if since == PATIENCE or not math.isfinite(loss):
-                break
-        self.student.restore(kept)
-        return [] if step == total else [f"stopped after {self.taken} of {self.total} steps"]
 
     def settle(self, steps: int) -> None:
         """Take some steps at the initial rate; undo them without a gain on the held-out samples."""
-        before, kept = self.loss(), self.student.snapshot()
-        for _ in self._steps(steps, lambda step: 1.0):
-            pass
+        before, values, optimizer = self.loss(), self.student.snapshot(), Optimizer(self.student, self.lr)
+        for _ in range(steps):
+            self.step(optimizer, 1.0)
         if not self.loss() < before:
-            self.student.restore(kept)
+            self.student.restore(values)
 
-    def _steps(self, total: int, rate: Callable[[int], float]) -> Iterator[int]:
-        """Take optimizer steps; yields the number of each, from 1 on, after it."""
-        optimizer = torch.optim.Adam(self.student.parameter_groups(self.lr), betas=BETAS)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        for step in range(1, total + 1):
-            batches = next(self.order)
-            for index in batches:
-                error = self.task.error(index, self.student.tensors, widen=True)
-                (error / self.task.tokens(batches)).backward()
-            self.student.mask_gradients()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            self.taken += 1
-            yield step
-
-    def _batches(self, seed: int) -> Iterator[list[int]]:
-        """The batches of each step: all of them in a new random order, endlessly."""
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            for index in torch.randperm(len(self.groups), generator=generator).tolist():
-                yield self.groups[index]
+    def finish(self) -> list[str]:
+        """Take the remaining steps and restore the best evaluated state; returns notes."""
+        progress = Progress(best_values=self.student.snapshot())
+        for _ in self.train(Optimizer(self.student, self.lr), progress):
+            pass
+        self.student.restore(progress.best_values)
+        return self.early_stop()

@@ -26,7 +26,7 @@ from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedEx
 from optimum_moonshot.plan.footprint import LiveBytes
 from optimum_moonshot.plan.probe import extrapolate
 from optimum_moonshot.prune.layer import solve
-from optimum_moonshot.recover.student import Student
+from optimum_moonshot.recover.student import StudentBlock
 from optimum_moonshot.solvers import make_solver
 
 EXPERTS = 64
@@ -102,7 +102,7 @@ def test_a_student_holds_float32_copies_of_the_pruned_weights_alone():
     weights = [(layer, layer.matrix.clone()) for layer in block.layers]
     size = sum(weight.numel() for _, weight in weights)
     with LiveBytes() as live:
-        student = Student(block, weights, {layer.name for layer, _ in weights})
+        student = StudentBlock(block, weights, {layer.name for layer, _ in weights})
     assert {name for name in student.tensors} == {*dict(block.module.named_parameters())}
     assert (4 + 1) * size <= live.peak < 6 * size
 

@@ -17,12 +17,12 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.model.calls import run_model
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.recover import distill
-from optimum_moonshot.recover import run as plan
+from optimum_moonshot.recover import tuning
 from optimum_moonshot.recover.distill import Distillation
-from optimum_moonshot.recover.masters import Optimizer, StudentModel
-from optimum_moonshot.recover.placement import Placement, TrainingBytes
+from optimum_moonshot.recover.run import Placement, TrainingBytes
+from optimum_moonshot.recover.student import StudentModel
 from optimum_moonshot.recover.teacher import Teacher, counted
+from optimum_moonshot.recover.tuning import Optimizer
 from optimum_moonshot.reports.prune_report import MODEL
 
 SETTINGS = {"recover": "distill", "recover_steps": 10, "recover_lr": 0.01}
@@ -211,7 +211,7 @@ def test_an_interrupted_run_continues_bit_for_bit(changes, call, tmp_path, monke
     whole, resumed = make("llama").bfloat16(), make("llama").bfloat16()
     before = state(whole)
     changes = {"recover_steps": 12, **changes}
-    monkeypatch.setattr(distill, "EVALUATIONS", 4)
+    monkeypatch.setattr(tuning, "EVALUATIONS", 4)
     full = prune(whole, **changes)
     calls = interrupt(monkeypatch, Optimizer, "step", call)
     with pytest.raises(KeyboardInterrupt):
@@ -223,6 +223,16 @@ def test_an_interrupted_run_continues_bit_for_bit(changes, call, tmp_path, monke
     note = f"{taken} steps of the distillation were reused from an interrupted run"
     assert (note in report.notes) == (taken > 0)
     assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
+
+
+def test_a_model_with_transposed_weights_continues(tmp_path, monkeypatch):
+    whole, resumed = make("gpt2").bfloat16(), make("gpt2").bfloat16()
+    prune(whole, recover_steps=4)
+    interrupt(monkeypatch, Optimizer, "step", 3)
+    with pytest.raises(KeyboardInterrupt):
+        prune(resumed, resume_dir=tmp_path / "run", recover_steps=4)
+    prune(resumed, resume_dir=tmp_path / "run", recover_steps=4)
+    assert same(resumed, state(whole))
 
 
 def test_a_finished_distillation_is_not_repeated(tmp_path, monkeypatch):
@@ -287,7 +297,7 @@ def test_optimizer_state_in_host_memory_changes_no_bit(dtype, monkeypatch):
     plain, model = make("llama").to(dtype), make("llama").to(dtype)
     prune(plain)
     note = "the distillation's optimizer state was in host memory: …"
-    monkeypatch.setattr(plan.Placement, "within", lambda *_: Placement(True, True, note))
+    monkeypatch.setattr(Placement, "within", lambda *_: Placement(True, True, note))
     report = prune(model)
     assert same(model, state(plain)) and note in report.notes
 

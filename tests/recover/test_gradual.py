@@ -31,10 +31,10 @@ from optimum_moonshot import MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.pipeline.partition import Part
-from optimum_moonshot.recover import tuning
-from optimum_moonshot.recover.gradual import STAGES, Gradual, StagePruning, stage_patterns
-from optimum_moonshot.recover.student import Student
-from optimum_moonshot.recover.tuning import Tuner, split_heldout
+from optimum_moonshot.recover import gradual, tuning
+from optimum_moonshot.recover.gradual import STAGES, StagePruning, stage_patterns
+from optimum_moonshot.recover.student import StudentBlock
+from optimum_moonshot.recover.tuning import Optimizer, Tuner, split_heldout
 
 SETTINGS = {"recover": "gradual", "recover_steps": 20, "recover_lr": 0.01}
 config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)
@@ -65,12 +65,19 @@ def test_stages_are_increasingly_sparse_and_end_at_the_pattern(pattern, expected
         )
 
 
+def settle(tuner, steps):
+    """Like `Tuner.settle`, but without the losses that could undo the steps."""
+    optimizer = Optimizer(tuner.student, tuner.lr)
+    for _ in range(steps):
+        tuner.step(optimizer, 1.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "padded"), [("llama", False), ("llama-tied-biased", True)])
 def test_equals_the_literal_version(name, padded, monkeypatch):
     """The evaluations on held-out samples, which could undo steps, are disabled."""
     monkeypatch.setattr(tuning, "EVALUATIONS", 1)
-    monkeypatch.setattr(Tuner, "settle", lambda self, steps: list(self._steps(steps, lambda step: 1.0)))
+    monkeypatch.setattr(Tuner, "settle", settle)
     real = Tuner.loss
     monkeypatch.setattr(Tuner, "loss", lambda self: real(self) if self.taken else math.inf)
     batches = literal_batches(padded)
@@ -172,13 +179,13 @@ def test_recovery_lowers_the_loss_of_other_architectures(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_half_precision_models_are_pruned_and_tuned_in_float32(dtype, monkeypatch):
     seen = set()
-    original = Student.prune
+    original = StudentBlock.prune
 
     def spy(self, weights):
         original(self, weights)
-        seen.update(layer.matrix.dtype for layer in self.layers)
+        seen.update(layer.matrix.dtype for layer in self.layers.values())
 
-    monkeypatch.setattr(Student, "prune", spy)
+    monkeypatch.setattr(StudentBlock, "prune", spy)
     model = make("llama").to(dtype)
     report = prune(model)
     assert seen == {torch.float32} and model.dtype == dtype and report.sparsity == 0.5
@@ -206,17 +213,17 @@ def test_without_a_gain_the_pruned_weights_are_kept(monkeypatch):
     prune(plain, recover=None)
 
     def lose_all(self, weights):
-        for parameter in self.parameters:
+        for _, parameter in self.named_parameters():
             parameter.data.zero_()
 
-    monkeypatch.setattr(Student, "prune", lose_all)
+    monkeypatch.setattr(StudentBlock, "prune", lose_all)
     monkeypatch.setattr(Tuner, "finish", lambda self: [])
     report = prune(model)
     assert same(model, state(plain))
     assert all("no gain: the pruned weights were kept" in block.notes for block in report.recovery)
 
 
-def test_steps_between_stages_are_undone_if_they_raise_the_loss():
+def test_steps_between_stages_are_undone_if_they_raise_the_loss(monkeypatch):
     losses = iter([1.0, 1.5, 1.0, 0.5])
 
     class Learner:
@@ -228,9 +235,10 @@ def test_steps_between_stages_are_undone_if_they_raise_the_loss():
         def restore(self, value):
             self.value = value
 
+    monkeypatch.setattr(tuning, "Optimizer", lambda student, lr: None)
     tuner = Tuner.__new__(Tuner)
-    tuner.student, tuner.loss = Learner(), lambda: next(losses)
-    tuner._steps = lambda steps, rate: iter([setattr(tuner.student, "value", steps)])
+    tuner.student, tuner.lr, tuner.loss = Learner(), 0.1, lambda: next(losses)
+    tuner.step = lambda optimizer, rate: setattr(tuner.student, "value", tuner.student.value + rate)
     tuner.settle(3)
     assert tuner.student.value == 0
     tuner.settle(4)
@@ -342,7 +350,7 @@ def test_a_run_with_another_recovery_is_set_aside(tmp_path):
 def test_a_failure_restores_the_model(monkeypatch):
     model = make("llama").train()
     before = state(model)
-    interrupt(monkeypatch, Gradual, "_solve", STAGES + 2, RuntimeError("broken"))
+    interrupt(monkeypatch, gradual, "solve_parts", STAGES + 2, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         prune(model)
     assert same(model, before) and all(module.training for module in model.modules())

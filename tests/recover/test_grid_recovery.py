@@ -1,6 +1,5 @@
 """Recovery of quantized layers: weights on the grid, fixed zeros, straight-through gradients, resumed runs."""
 
-import dataclasses
 import math
 from functools import partial
 
@@ -16,8 +15,7 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.recover.gradual import stage_patterns
-from optimum_moonshot.recover.grid_weights import GridWeight, on_grid
-from optimum_moonshot.recover.student import Student
+from optimum_moonshot.recover.student import Master, StudentBlock, on_grid
 from optimum_moonshot.recover.tuning import Tuner
 
 prune = partial(prune_and_recover, recover_steps=10, recover_lr=0.02, quant_group=64)
@@ -157,15 +155,16 @@ def test_a_restored_grid_reproduces_the_weights(dtype):
     layer, grid = layers(make("llama").to(dtype))[0], Grid(4, 64, dtype)
     step = grid.per_weight(grid.search(layer.matrix, torch.ones(1, layer.shape[1])), layer.shape[1])
     weight = grid.values(grid.codes(layer.matrix, step), step)
-    latent = dataclasses.replace(layer, substitute=torch.nn.Parameter(weight.float()))
-    assert torch.equal(GridWeight.restore(latent, grid).parameter(), weight.float())
+    master = Master(torch.nn.Parameter(weight.float()), dtype, layer)
+    master.put_on_grid(Unstructured(0.5, grid=grid), layer.matrix)
+    assert torch.equal(master.weight(), weight.float())
 
 
 def test_weights_that_left_the_grid_are_refused():
     (block, *_) = find_structure(make("llama")).blocks
     patterns = {layer.name: Unstructured(0.0, grid=Grid(4, 64)) for layer in block.layers}
     with pytest.raises(MoonshotError, match="not on a grid of 4 bits"):
-        Student(block, [(layer, layer.matrix) for layer in block.layers], set(patterns), patterns)
+        StudentBlock(block, [(layer, layer.matrix) for layer in block.layers], set(patterns), patterns)
 
 
 def test_only_the_last_stage_has_the_grid():

@@ -29,8 +29,16 @@ from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.data.batches import batch_size, cut_batches
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.recover import tuning
-from optimum_moonshot.recover.student import BlockTask, padding_mask
-from optimum_moonshot.recover.tuning import STEP_SAMPLES, Tuner, divide_parts, part_size, split_heldout, step_parts
+from optimum_moonshot.recover.tuning import (
+    STEP_SAMPLES,
+    BlockTask,
+    Tuner,
+    divide_parts,
+    padding_mask,
+    part_size,
+    split_heldout,
+    step_parts,
+)
 
 SETTINGS = {"recover": "blockwise", "recover_steps": 10}
 config, prune = partial(recovery_config, **SETTINGS), partial(prune_and_recover, **SETTINGS)

@@ -29,7 +29,8 @@ from optimum_moonshot.experts.removal import ExpertRemoval
 from optimum_moonshot.model.layers import find_blocks, find_structure
 from optimum_moonshot.pipeline import variant as variant_module
 from optimum_moonshot.recover import tuning
-from optimum_moonshot.recover.tuning import Tuner, shared_names, split_heldout, trainable
+from optimum_moonshot.recover.student import shared_names, trainable
+from optimum_moonshot.recover.tuning import Tuner, split_heldout
 
 STRUCTURED = dict(solver="osscar", pattern="structured", sparsity=0.5, recover_lr=0.01, num_samples=64)
 EXPERTS = dict(solver="osscar", pattern="experts", sparsity=0.25, recover_lr=0.01)

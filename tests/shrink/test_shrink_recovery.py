@@ -12,7 +12,7 @@ from test_shrink import BATCHES, CONFIG, low_rank, shrunk
 from optimum_moonshot import MoonshotPruner
 from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
-from optimum_moonshot.recover.placement import TrainingBytes
+from optimum_moonshot.recover.run import TrainingBytes
 from optimum_moonshot.recover.tuning import Tuner
 
 BLOCKWISE = dataclasses.replace(CONFIG, recover="blockwise", recover_steps=8, recover_lr=0.01)

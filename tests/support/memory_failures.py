@@ -16,7 +16,7 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.pipeline import calibration_loss, stages
 from optimum_moonshot.pipeline import solve as layer_solving
 from optimum_moonshot.prune import layer
-from optimum_moonshot.recover.student import BlockTask
+from optimum_moonshot.recover.tuning import BlockTask
 from optimum_moonshot.rotate import gather as rotation_objective
 from optimum_moonshot.rotate import learning, objective, permutation_search
 from optimum_moonshot.solvers.ranked import Ranked

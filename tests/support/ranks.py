@@ -173,6 +173,7 @@ CASES = {
         num_samples=16,
     ),
     "distill": lambda: prune(recover="distill", recover_steps=4),
+    "distill, a process without samples": lambda: prune(recover="distill", recover_steps=2, num_samples=2),
     "sweep": sweep,
     "sweep by a metric": lambda: sweep(metric=of_weights, work_dir=FOLDER / f"metric-{processes()}"),
     "path": path,
