@@ -8,25 +8,21 @@ layers that are dense.
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import naming, require
-from ..files import UNFINISHED, read_json
 from ..model.experts import expert_parameters
 from ..objective.grid import Grid
 from ..objective.row_slices import CPU_BYTES, slices_within
 from ..packing import Quantized
-from .packed_files import pruned_layers
-from .weight_files import EXPLICIT, EXPORT, Tensors, index_path, read_config, sort_metadata, weight_files, write_json
+from .packed_files import pruned_layers, rewrite
+from .weight_files import EXPORT, Checkpoint, Layers, Tensors, read_header
 from .weight_names import merged_weights, parameter_names
 
 _BITS = (8, 4)
@@ -180,31 +176,13 @@ def export_files(source: Path, target: Path, model: nn.Module) -> None:
     Raises:
         MoonshotError: as `quantized_grids` and `Export.of`, or for a weight that is no longer on its grid.
     """
-    grids, files, index_file = quantized_grids(model), weight_files(source, False), index_path(source, False)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    grids, checkpoint = quantized_grids(model), Checkpoint(source)
+    shapes = {name: shape for path in checkpoint.files for name, shape in read_header(path).shapes.items()}
     export = Export.of(model, shapes, grids)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for path in files:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {"format": "pt"}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name in tensors.keys() & export.packed.keys():
             tensors |= export.pack(name, tensors.pop(name))
-        partial = target / f"{path.name}{UNFINISHED}"  # the dense file is mapped
-        save_file(tensors, partial, metadata)
-        sort_metadata(partial)
-        os.replace(partial, target / path.name)
-        weight_map |= dict.fromkeys(sorted(tensors), path.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if index_file.exists():
-        index = read_json(index_file)
-        metadata = {**index.get("metadata", {}), "total_size": total}
-        write_json(
-            index_path(target, False), {**index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        )
-    config = {name: value for name, value in read_config(source).items() if name != EXPLICIT}
-    write_json(target / "config.json", {**config, "quantization_config": export.config_entry()})
+        return tensors, layers
+
+    rewrite(checkpoint, target, change, packed=False, entry=export.config_entry())

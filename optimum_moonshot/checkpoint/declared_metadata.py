@@ -21,7 +21,7 @@ from .card import read_entry
 from .meta_model import checkpoint_meta_model
 from .packed_files import pruned_layers
 from .stored_weights import Zeros
-from .weight_files import read_config
+from .weight_files import Checkpoint
 from .weight_names import Conversion, conversions, loaded_into
 
 CONFIG, CARD = "config.json", "README.md"
@@ -72,9 +72,9 @@ class DeclaredMetadata:
         return self.declarations.get(REPORT_NAME)
 
 
-def read_declared_metadata(folder: Path) -> DeclaredMetadata:
+def read_declared_metadata(checkpoint: Checkpoint) -> DeclaredMetadata:
     """Read the metadata of a folder; `MoonshotError` if its config.json is missing, or not a JSON object."""
-    entry, record, damaged = read_config(folder).get(KEY), None, []
+    folder, entry, record, damaged = checkpoint.folder, checkpoint.config.get(KEY), None, []
     declarations: dict[str, Declaration] = {}
 
     def read(source: str, reading: Callable[[], Declaration | None]) -> None:

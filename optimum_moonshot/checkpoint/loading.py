@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ..config import MoonshotConfig
@@ -21,7 +20,7 @@ from .file_integrity import Request, check_complete, check_files, check_no_other
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
 from .meta_model import model_class, read_model_config
-from .weight_files import EXPORT, stored_format
+from .weight_files import EXPORT, Checkpoint
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something else than a model.
@@ -66,28 +65,22 @@ def load_pruned(
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
-    stored = stored_format(folder)
+    checkpoint = Checkpoint(folder)
+    supported = checkpoint.format != EXPORT or runtime == "dense"
     hint = 'use runtime="dense", or give the dense or the packed checkpoint'
-    require(
-        stored != EXPORT or runtime == "dense",
-        f"not for a {EXPORT} checkpoint",
-        field="runtime",
-        value=runtime,
-        hint=hint,
-    )
-    packed = stored == "packed"
-    files = check_files(folder, packed)
-    check_no_other_weights(folder, packed)
+    require(supported, f"not for a {EXPORT} checkpoint", field="runtime", value=runtime, hint=hint)
+    check_files(checkpoint)
+    check_no_other_weights(checkpoint)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    with requested(Request(runtime, frozenset(map(os.path.abspath, files)), inputs)):
+    with requested(Request(runtime, frozenset(map(os.path.abspath, checkpoint.files)), inputs)):
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     guard_source(model)
-    if not packed:
-        _check_zeros(folder, files, model)
-    if runtime == "semi_structured" or (not packed and runtime != "dense"):
+    if not checkpoint.packed:
+        _check_zeros(checkpoint, model)
+    if runtime == "semi_structured" or (not checkpoint.packed and runtime != "dense"):
         to_runtime(model, runtime, batch_shape, inputs)
     return model
 
@@ -112,27 +105,27 @@ def _load(cls: type[Any], folder: Path, **options: Any) -> tuple[nn.Module, dict
         raise MoonshotError(message) from error
 
 
-def _check_zeros(folder: Path, files: list[Path], model: nn.Module) -> None:
+def _check_zeros(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than in its report.
 
     There is nothing to compare without a report, or after compaction.
     """
-    if not (folder / REPORT_NAME).is_file():
+    path = checkpoint.folder / REPORT_NAME
+    if not path.is_file():
         return
-    report = PruneReport.load(folder)
+    report = PruneReport.load(checkpoint.folder)
     layers = () if report.compaction else report.layers
     try:
         zeros = {layer.name: round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
     except (TypeError, ValueError, IndexError, OverflowError) as error:
-        raise MoonshotError(f"{folder / REPORT_NAME} is damaged: {error}") from None
+        raise MoonshotError(f"{path} is damaged: {error}") from None
     zeros |= {f"{name}.weight": count for name, count in zeros.items()}  # a layer, or fused experts
     counted = Counter[str]()
-    for path in files if zeros else ():
-        with safe_open(path, "pt") as file:
-            for stored, name in loaded_into(model, file.keys()).items():
-                if name in zeros:
-                    weight = file.get_tensor(stored)
-                    counted[name] += weight.numel() - int(torch.count_nonzero(weight))
+    with checkpoint.open() as tensors:
+        for stored, name in loaded_into(model, tensors).items() if zeros else ():
+            if name in zeros:
+                weight = tensors[stored]
+                counted[name] += weight.numel() - int(torch.count_nonzero(weight))
     for name, count in counted.items():
         with naming(name):
             require(count >= zeros[name], f"it has {count} zeros, its report says {zeros[name]}")

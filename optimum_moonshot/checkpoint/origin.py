@@ -13,28 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from ..errors import MoonshotError, require
-from ..files import read_json
 from ..reports.prune_report import PruneReport
 from ..rotate.report import RotationReport
-from .weight_files import (
-    Tensors,
-    index_path,
-    is_packed_checkpoint,
-    new_names,
-    read_config,
-    read_header,
-    read_weight_map,
-    tensor_bytes,
-    weight_files,
-    write_json,
-)
+from .weight_files import Checkpoint, StoredTensors, Tensors, new_names, read_header, write_json
 from .weight_names import target_names
 
 _SOURCE = "_moonshot_source"  # attribute of a model: its `Source`
@@ -93,10 +81,10 @@ class Origin:
             return "a checkpoint with a variant has no place for it"
         try:
             for path, names in self.unloaded.items():
-                with safe_open(path, "pt") as file:
-                    if any(file.get_slice(name).get_dtype() not in _FLOATS for name in names):
+                with StoredTensors([path]) as stored:
+                    if any(stored.dtype(name) not in _FLOATS for name in names):
                         return "it is quantized, unlike the saved model"
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError, MoonshotError, KeyError):
             return f"{path} has changed since the model was loaded"
         return ""
 
@@ -108,7 +96,7 @@ class Origin:
             nested = {name: without(value) for name, value in values.items() if isinstance(value, dict)}
             return {**values, **nested, **zero}
 
-        write_json(folder / "config.json", without(read_config(folder)))
+        write_json(folder / "config.json", without(Checkpoint(folder).config))
 
 
 def take_over(model: nn.Module) -> Origin:
@@ -124,7 +112,7 @@ def take_over(model: nn.Module) -> Origin:
     unloaded = {} if folder is None else _unloaded(model, folder, patterns or ())
     if folder is None or not unloaded:
         return Origin(method)
-    names = read_config(folder).get("architectures")
+    names = Checkpoint(folder).config.get("architectures")
     whole = not isinstance(names, list) or type(model).__name__ in names
     return Origin(method, unloaded, whole, _shapes(model))
 
@@ -183,7 +171,7 @@ def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> 
     Others that match, such as GPT-NeoX's `attention.bias`, are former buffers of a module.
     """
     try:
-        files = _files_of_weights(folder)
+        files = Checkpoint(folder).tensor_files()
     except (MoonshotError, OSError):  # weights in another format
         return {}
     ignored, modules = re.compile("|".join(f"({pattern})" for pattern in patterns)), dict(model.named_modules())
@@ -192,15 +180,6 @@ def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> 
         if ignored.search(name) and name.rpartition(".")[0] not in modules:
             unloaded.setdefault(files[stored], []).append(stored)
     return unloaded
-
-
-def _files_of_weights(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a checkpoint."""
-    packed = is_packed_checkpoint(folder)
-    files, weight_map = weight_files(folder, packed), read_weight_map(folder, packed)
-    if weight_map:
-        return {name: folder / file for name, file in weight_map.items()}
-    return {name: path for path in files for name in sorted(read_header(path)[1])}
 
 
 def _folder(source: Source) -> Path | None:
@@ -226,8 +205,8 @@ def _group(stored: str) -> str:
 
 def _reader(path: Path, names: list[str]) -> Callable[[], Tensors]:
     def read() -> Tensors:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in names}
+        with StoredTensors([path]) as stored:
+            return {name: stored[name] for name in names}
 
     return read
 
@@ -236,16 +215,16 @@ def append_files(folder: Path, parts: list[Callable[[], Tensors]]) -> None:
     """Add weight files to a dense checkpoint, one of them in memory at a time, and write its index."""
     if not parts:
         return
-    files, weight_map = weight_files(folder, False), _files_of_weights(folder)
-    index = {} if not index_path(folder, False).exists() else read_json(index_path(folder, False))
-    names = new_names(len(files) + len(parts), False)
-    renamed = dict(zip(files, names, strict=False))
-    entries = {stored: renamed[path] for stored, path in weight_map.items()}
+    checkpoint = Checkpoint(folder, packed=False)
+    names = new_names(len(checkpoint.files) + len(parts), False)
+    renamed = dict(zip(checkpoint.files, names, strict=False))
+    entries = {stored: renamed[path] for stored, path in checkpoint.tensor_files().items()}
+    metadata = checkpoint.index.get("metadata", {})
     for path, name in renamed.items():
         os.replace(path, folder / name)
-    for part, name in zip(parts, names[len(files) :], strict=True):
+    for part, name in zip(parts, names[len(renamed) :], strict=True):
         tensors = part()
         save_file(tensors, folder / name, {"format": "pt"})
         entries |= dict.fromkeys(tensors, name)
-    metadata = {**index.get("metadata", {}), "total_size": sum(tensor_bytes(folder / name) for name in names)}
-    write_json(index_path(folder, False), {"metadata": metadata, "weight_map": dict(sorted(entries.items()))})
+    metadata = {**metadata, "total_size": sum(read_header(folder / name).bytes for name in names)}
+    write_json(checkpoint.index_path, {"metadata": metadata, "weight_map": dict(sorted(entries.items()))})

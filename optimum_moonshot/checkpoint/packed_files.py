@@ -4,20 +4,20 @@ A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer is
 format (packing/), in files of other names with a description (weight_files.py).
 """
 
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import convert_file_size_to_int
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import MoonshotError, Option, Text, naming, require
-from ..files import read_json
+from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.offload import tie_again
 from ..objective.grid import Grid
@@ -28,18 +28,15 @@ from ..reports.record import PruningRecord
 from .weight_files import (
     EXPLICIT,
     METHOD,
+    Checkpoint,
     Description,
     Layers,
+    StoredTensors,
     Tensors,
     config_entry,
-    described_layers,
     dtype_name,
-    index_path,
-    is_packed_checkpoint,
     new_names,
-    read_config,
     sort_metadata,
-    weight_files,
     write_json,
 )
 from .weight_names import Target, merged_weights, parameter_names
@@ -134,7 +131,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     `MoonshotError` names a layer that is not n:m, or no longer on its grid.
     """
     packer = Packer(model)
-    _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
+    rewrite(Checkpoint(source), target, lambda tensors, _: packer.pack(tensors), packed=True)
     packer.check()
 
 
@@ -149,32 +146,35 @@ def unpack_files(source: Path, target: Path) -> None:
                 del tensors[stored]
         return tensors, {}
 
-    _rewrite(source, target, change, packed=False)
+    rewrite(Checkpoint(source), target, change, packed=False)
 
 
-def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
-    """Change the tensors of every weight file, one file in memory at a time, and write the index and config.json."""
-    was_packed = is_packed_checkpoint(source)
-    files, index_file = weight_files(source, was_packed), index_path(source, was_packed)
-    index: dict[str, Any] = {}
-    if index_file.exists():
-        index = read_json(index_file)
-        valid = isinstance(index.get("metadata", {}), dict)
-        require(valid, f"{index_file} is damaged: its metadata is not an object")
-    writer = _Writer(target, len(files), packed)
-    for path in files:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tensors, layers = change(tensors, described_layers(metadata))
-        metadata.pop(METHOD, None)
-        writer.write(tensors, layers, metadata)
-        if path.parent == target:
+def rewrite(
+    source: Checkpoint, target: Path, change: Change, packed: bool, entry: Mapping[str, Any] | None = None
+) -> None:
+    """Change the tensors of every weight file, one file in memory at a time, and write the index and config.json.
+
+    Args:
+        source: the checkpoint to read.
+        target: existing folder; if it is that of the source, its files are replaced.
+        change: from the tensors and the packed layers of a file to the new ones.
+        packed: whether the new files are packed.
+        entry: `quantization_config` of files that are not.
+    """
+    valid = isinstance(source.index.get("metadata", {}), dict)
+    require(valid, f"{source.index_path} is damaged: its metadata is not an object")
+    writer = _Writer(target, len(source.files), packed)
+    for path in source.files:
+        with StoredTensors([path]) as stored:
+            tensors, layers = change(dict(stored), stored.layers)
+            metadata = {key: value for key, value in stored.metadata.items() if key != METHOD} or {"format": "pt"}
+        written = writer.write(tensors, layers, metadata)
+        if path.parent == target and path != written:
             path.unlink()
-    if target == source:
-        index_file.unlink(missing_ok=True)
-    writer.finish(index)
-    _write_config(source, target, packed)
+    if target == source.folder:
+        source.index_path.unlink(missing_ok=True)
+    writer.finish(source.index)
+    _write_config(source, target, config_entry() if packed else entry)
 
 
 class _Writer:
@@ -186,32 +186,38 @@ class _Writer:
         self.weight_map: dict[str, str] = {}
         self.total = 0  # bytes of all tensors
 
-    def write(self, tensors: Tensors, layers: Layers, metadata: dict[str, str]) -> None:
-        """Write the next file, with a description of its `layers` in a packed checkpoint."""
+    def write(self, tensors: Tensors, layers: Layers, metadata: dict[str, str]) -> Path:
+        """Write the next file, with a description of its `layers` in a packed checkpoint, and return its path."""
         if self.packed:
-            metadata[METHOD] = Description.of(tensors, layers, self.count).to_json()
-        name = next(self.names)
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, self.folder / name, metadata)
+            metadata = {**metadata, METHOD: Description.of(tensors, layers, self.count).to_json()}
+        path = self.folder / next(self.names)
+        partial = path.with_name(path.name + UNFINISHED)  # a file with this name may be mapped by the tensors
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial, metadata)
         if metadata:
-            sort_metadata(self.folder / name)
-        self.weight_map |= dict.fromkeys(tensors, name)
+            sort_metadata(partial)
+        os.replace(partial, path)
+        self.weight_map |= dict.fromkeys(tensors, path.name)
         self.total += sum(tensor.nbytes for tensor in tensors.values())
+        return path
 
     def finish(self, index: dict[str, Any]) -> None:
         """Write the index, if the checkpoint has one, with the other entries of `index`."""
         if self.packed or self.count > 1:
             metadata = {**index.get("metadata", {}), "total_size": self.total}
             index = {**index, "metadata": metadata, "weight_map": dict(sorted(self.weight_map.items()))}
-            write_json(index_path(self.folder, self.packed), index)
+            write_json(Checkpoint(self.folder, self.packed).index_path, index)
 
 
-def _write_config(source: Path, target: Path, packed: bool) -> None:
-    """config.json, with entries that make transformers without this package raise an error for a packed checkpoint."""
-    config = read_config(source)
-    for name in ("quantization_config", EXPLICIT):
-        config.pop(name, None)
-    if packed:
-        config |= {"quantization_config": config_entry(), EXPLICIT: _NOT_HERE}
+def _write_config(source: Checkpoint, target: Path, entry: Mapping[str, Any] | None) -> None:
+    """Write config.json with a `quantization_config`; that of a packed checkpoint needs this package.
+
+    Without it, transformers raises an error that names the package.
+    """
+    config = {name: value for name, value in source.config.items() if name not in ("quantization_config", EXPLICIT)}
+    if entry is not None:
+        config["quantization_config"] = entry
+    if entry == config_entry():
+        config[EXPLICIT] = _NOT_HERE
     write_json(target / "config.json", config)
 
 
@@ -256,7 +262,7 @@ def save_streamed(
         writer.write(other(), Layers(), {"format": "pt"})
     if packer is not None:
         packer.check()
-        _write_config(folder, folder, packed)
+        _write_config(Checkpoint(folder), folder, config_entry())
     count = {"total_parameters": model.num_parameters()} if writer.count > 1 else {}  # as transformers writes it
     writer.finish({"metadata": count})
 

@@ -20,7 +20,7 @@ from .file_integrity import check_complete
 from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, find_checkpoint, repository
 from .meta_model import PLACES, load_config, meta_device_model, model_class, offload_folder, offload_map
 from .origin import Source, remember_source
-from .weight_files import METHOD, check_index
+from .weight_files import METHOD, Checkpoint
 
 
 def load_dense(
@@ -88,7 +88,7 @@ def _load(
     except MoonshotError:
         raise
     except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers
-        check_index(Path(name_or_path, shared.get("subfolder", "")), packed=False)
+        Checkpoint(Path(name_or_path, shared.get("subfolder", "")), packed=False).check_index()
         if isinstance(error, OSError):
             raise
         message = " ".join(str(error).split())[:300] or type(error).__name__

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..errors import MoonshotError, reason, require
 from ..progress import without_transformers_bars
-from .weight_files import EXPLICIT, Tensors, described_layers, is_packed_checkpoint, read_config, read_shapes
+from .weight_files import EXPLICIT, Checkpoint, Tensors, described_layers, read_header
 
 
 def check_reloads(model: PreTrainedModel, folder: Path) -> None:
@@ -21,8 +21,8 @@ def check_reloads(model: PreTrainedModel, folder: Path) -> None:
     packed weights count by their names in a dense checkpoint. If another tool has quantized the model, its own loader
     defines the names, and nothing is compared.
     """
-    cls = type(model)
-    if read_config(folder).get("quantization_config") is not None and not is_packed_checkpoint(folder):
+    cls, checkpoint = type(model), Checkpoint(folder)
+    if checkpoint.config.get("quantization_config") is not None and not checkpoint.packed:
         return
     config = type(model.config).from_pretrained(folder)
     for entry in ("quantization_config", EXPLICIT):
@@ -52,10 +52,10 @@ def _meta_tensors(folder: Path) -> Tensors:
     """The tensors of a checkpoint on the meta device, packed weights as in a dense one."""
     tensors = Tensors()
     for path in sorted(folder.glob("*.safetensors")):
-        metadata, shapes = read_shapes(path)
-        layers = described_layers(metadata)
+        header = read_header(path)
+        layers = described_layers(header.metadata)
         packed = {stored for name, layer in layers.items() for stored in layer.names(name)}
-        shapes = {name: shape for name, shape in shapes.items() if name not in packed}
+        shapes = {name: shape for name, shape in header.shapes.items() if name not in packed}
         shapes |= {name: layer.shape for name, layer in layers.items()}
         tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return tensors

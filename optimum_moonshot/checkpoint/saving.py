@@ -24,7 +24,7 @@ from .measuring import declared_as_measured
 from .origin import Origin, append_files
 from .packed_files import FORMATS, pack_files, save_streamed, shard_bytes
 from .reload_check import check_reloads
-from .weight_files import EXPORT, stored_format
+from .weight_files import EXPORT, Checkpoint
 
 
 def save_model(
@@ -154,7 +154,7 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
     folder = Path(folder)
     report = saved_report(folder)
     report.record(pruned, dense)
-    facts = Facts.read(folder, None, stored_format(folder))
+    facts = Facts.read(folder, None, Checkpoint(folder).format)
     with writing("folder", folder):
         report.save(folder)
         if facts is not None:

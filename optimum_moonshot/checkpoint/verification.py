@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -26,7 +25,7 @@ from .declared_metadata import (
 from .file_integrity import check_files, check_no_other_weights
 from .hub import HUB_OPTIONS, local_folder
 from .stored_weights import StoredWeights, Zeros
-from .weight_files import METHOD, is_packed_checkpoint, read_config, weight_files
+from .weight_files import Checkpoint
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note
 _ROUNDED = 1e-6  # rounding error of a declared sparsity
@@ -126,16 +125,17 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     unknown = sorted(hub.keys() - set(HUB_OPTIONS))
     supported = f"verify takes trust_remote_code, {', '.join(HUB_OPTIONS)}"
     require(not unknown, supported, field=", ".join(unknown))
-    folder = local_folder(name_or_path, whole=True, **hub)
-    packed, declared = is_packed_checkpoint(folder), read_declared_metadata(folder)
-    format = "packed" if packed else "dense"
-    files, damage, other = weight_files(folder, packed), _damage(folder, packed), _other_tool(folder)
+    checkpoint = Checkpoint(local_folder(name_or_path, whole=True, **hub))
+    declared, damage = read_declared_metadata(checkpoint), _damage(checkpoint)
+    format = "packed" if checkpoint.packed else "dense"
+    other = None if checkpoint.packed else checkpoint.quant_method  # of another tool
     try:
-        weights = StoredWeights(files)
+        tensors = checkpoint.open()
     except (MoonshotError, SafetensorError, OSError) as error:
-        raise MoonshotError(damage[0] if damage else f"{folder} cannot be read: {reason(error)}") from None
-    with weights as stored:
-        locations = locate_weights(folder, declared, stored.names(), trust_remote_code=trust_remote_code)
+        raise MoonshotError(damage[0] if damage else f"{checkpoint.folder} cannot be read: {reason(error)}") from None
+    with tensors:
+        stored = StoredWeights(tensors)
+        locations = locate_weights(checkpoint.folder, declared, stored.names(), trust_remote_code=trust_remote_code)
         comparison = _compare(stored, locations, declared, other)
     mismatches = [*declared.damaged, *damage, *comparison.mismatches()]
     card = declared.declarations.get(CARD)
@@ -148,7 +148,7 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     return Verification(
         path=str(name_or_path),
         format=other or format,
-        checksums=not damage if packed else None,
+        checksums=not damage if checkpoint.packed else None,
         layers=comparison.layers,
         sparsity=comparison.sparsity,
         model_sparsity=comparison.zeros / parameters if parameters else None,
@@ -161,22 +161,15 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     )
 
 
-def _damage(folder: Path, packed: bool) -> list[str]:
-    """The errors of the integrity checks of the files."""
-    errors = []
-    for check in (check_files, check_no_other_weights):
+def _damage(checkpoint: Checkpoint) -> list[str]:
+    """The errors of the integrity checks of the files; raised if there are no files to check."""
+    errors, checks = [], [check_files, check_no_other_weights] if checkpoint.files else []
+    for check in checks:
         try:
-            check(folder, packed)
+            check(checkpoint)
         except MoonshotError as error:
             errors.append(reason(error))
     return errors
-
-
-def _other_tool(folder: Path) -> str | None:
-    """The method of another tool that has quantized the checkpoint; None if there is none."""
-    quantization = read_config(folder).get("quantization_config")
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else METHOD
-    return None if method == METHOD else str(method)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key
 
-from ..checkpoint.weight_files import Layers, Tensors, described_layers
+from ..checkpoint.weight_files import Layers, StoredTensors, Tensors
 from ..checkpoint.weight_names import Target, conversions_of, followed_names, merged_weights, parameter_names, renamed
 from ..errors import naming, require
 from ..objective.patterns import NM, Unstructured
@@ -78,24 +77,20 @@ class PackedExperts:
 
         With `fused`, also the packed weights of three dimensions without a conversion.
         """
-        layers: Layers = {}
-        stored: Tensors = {}
-        for path in files:
-            with safe_open(path, "pt") as file:
-                stored |= {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
-                layers |= described_layers(file.metadata())
+        with StoredTensors(files) as tensors:
+            stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
         parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
         followed = {name for name in followed_names(model, layers) if not (fused and len(layers[name].shape) == 3)}
         packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed}
         selected = {name: parameter for name, parameter in parameters.items() if parameter in packed}
-        tensors = {name: stored[name] for name, owner in owners.items() if owner in selected}
-        keys = {key: owners[name] for name, key in renamed(model, tensors).items()}
+        stored = {name: stored[name] for name, owner in owners.items() if owner in selected}
+        keys = {key: owners[name] for name, key in renamed(model, stored).items()}
         layers = {name: layer for name, layer in layers.items() if name in selected}
-        return cls(layers, selected, merged, keys, tensors) if layers else None
+        return cls(layers, selected, merged, keys, stored) if layers else None
 
-    def stacks(self, model: nn.Module) -> dict[str, "StoredStack"]:
+    def stacks(self, model: nn.Module) -> dict[str, "StoredWeight"]:
         """The fused weights of experts, by their names in the model."""
         sources: dict[str, list[str]] = {}
         for name, parameter in self.parameters.items():
@@ -107,7 +102,7 @@ class PackedExperts:
             if len(shapes[parameter]) == 3
         }
 
-    def _stack(self, names: list[str], shape: tuple[int, ...]) -> "StoredStack":
+    def _stack(self, names: list[str], shape: tuple[int, ...]) -> "StoredWeight":
         entries = [self.layers[name] for name in names if name in self.layers]
         patterns = {entry.pattern for entry in entries}
         pattern = entries[0].pattern if len(patterns) == 1 else Unstructured.kind
@@ -116,14 +111,14 @@ class PackedExperts:
         empty = {suffix: part[:0] for suffix, part in self.layers[first].parts(first, self.stored).items()}
         mixed = len({entry.format for entry in entries}) > 1
         obstacle = "its experts are stored in several formats" if mixed else None
-        return StoredStack(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
+        return StoredWeight(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
 
     def conversions(self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]) -> list[Any]:
         """The conversions to add to the model's own.
 
         Args:
             dtypes: of all loaded tensors, by their names in the model.
-            stacked: the `StoredStack.target` of the parameters that stay packed.
+            stacked: the `StoredWeight.target` of the parameters that stay packed.
         """
         numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
         parameters = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
@@ -166,13 +161,13 @@ class _Fusing(WeightConverter):
         super().add_tensor(target_key, source_key, source_key, future)
 
 
-class StoredStack(NamedTuple):
-    """The stored tensors of a fused weight of experts."""
+class StoredWeight(NamedTuple):
+    """The stored tensors of a packed weight, on the meta device; of a fused one, those of all experts."""
 
-    layer: PackedLayer  # the fused weight in the model
-    empty: dict[str, Tensor]  # without rows, by suffix
+    layer: PackedLayer  # the weight in the model
+    empty: dict[str, Tensor]  # by suffix; those of a fused weight have no rows: their sizes depend on the files
     tensors: list[Tensor]  # all stored tensors
-    obstacle: str | None  # the reason why it cannot be packed in memory, if any
+    obstacle: str | None = None  # the reason why it cannot be packed in memory, if any
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Placeholders of the packed tensors, by their suffixes, on the weight's device, values in its dtype."""

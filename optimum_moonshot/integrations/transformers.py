@@ -8,10 +8,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
@@ -19,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
 from ..checkpoint.quantization_config import MoonshotPrunedCheckpoint
-from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, described_layers
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, StoredTensors
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
@@ -27,12 +26,12 @@ from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
 from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry, total_bytes
+from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .conversion import PackedExperts, StoredStack
+    from .conversion import PackedExperts, StoredWeight
 
 _WEIGHT = ".weight"
 
@@ -61,7 +60,7 @@ class MoonshotQuantizer(HfQuantizer):
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
         self.kept: list[str] = []  # modules, and fused weights, that stay packed in memory
-        self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredStack.target`
+        self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
         self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
         self.shapes: dict[str, torch.Size] = {}  # of all loaded tensors, by config.json
@@ -111,13 +110,13 @@ class MoonshotQuantizer(HfQuantizer):
             names = model.config.architectures
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
-            layers = _packed_layers(model, checkpoint_files or [])
+            weights = _packed_weights(model, checkpoint_files or [])
             packing = self.runtime in ("packed", "auto")
             self.experts = PackedExperts.find(model, checkpoint_files or [], packing)
             stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
-            self.packed = {name: packed.layer for name, packed in layers.items() if name not in stacks}
+            self.packed = {name: weight.layer for name, weight in weights.items() if name not in stacks}
             if packing:
-                self.chosen = _keep_packed(model, {**layers, **stacks}, self.runtime, device_map, self.inputs)
+                self.chosen = _keep_packed(model, {**weights, **stacks}, self.runtime, device_map, self.inputs)
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
             self.stacked = {name: stacks[name].target(name) for name in self.kept if name in stacks}
             self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
@@ -161,9 +160,10 @@ class MoonshotQuantizer(HfQuantizer):
         if paths <= self.request.verified:
             return
         folder = Path(files[0]).parent
+        checkpoint = Checkpoint(folder, packed=True)
         with torch.device("cpu"):  # transformers makes the model on "meta", and calls this in there
-            checked = check_files(folder, True, checksums_wanted())
-        others = paths.symmetric_difference(map(os.path.abspath, checked))
+            check_files(checkpoint, checksums_wanted())
+        others = paths.symmetric_difference(map(os.path.abspath, checkpoint.files))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
     def _prepare_pruning(self, config: MoonshotConfig, model: "PreTrainedModel", files: Sequence[str]) -> None:
@@ -235,38 +235,14 @@ def _require_complete(model: Any) -> None:
     model._adjust_missing_and_unexpected_keys = adjust_and_check
 
 
-class _StoredWeight(NamedTuple):
-    """A packed weight in the files."""
-
-    layer: PackedLayer
-    stored: str  # its name in the file
-    path: str
-    obstacle: str | None = None  # as of a `StoredStack`
-
-    def empty_parts(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
-        with safe_open(self.path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in self.layer.names(self.stored)}
-        return {
-            suffix: torch.empty_like(
-                part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device
-            )
-            for suffix, part in self.layer.parts(self.stored, tensors).items()
-        }
-
-    def packed_bytes(self, weight: nn.Parameter) -> int:
-        """Bytes of the packed tensors in memory."""
-        return total_bytes(self.empty_parts(weight))
-
-
-def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeight]:
+def _packed_weights(model: nn.Module, files: list[str]) -> dict[str, "StoredWeight"]:
     """Return the packed weights of the files by their names in the model, without `PackedExperts`."""
+    from .conversion import StoredWeight
+
     weights = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            layers = described_layers(file.metadata())
-        for stored, name in followed_names(model, layers).items():
-            layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
+    with StoredTensors(files) as tensors:
+        for stored, name in followed_names(model, tensors.layers).items():
+            layer, shape = tensors.layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
             adapter = find_layer(module)
             with naming(name):
@@ -274,12 +250,13 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
                 matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
                 message = f"its module is a {type(module).__name__}"
                 require(matching, message, field="transposed", value=layer.transposed)
-            weights[name] = _StoredWeight(layer, stored, path)
+                empty = {suffix: part.to("meta") for suffix, part in layer.parts(stored, tensors).items()}
+            weights[name] = StoredWeight(layer, empty, [*empty.values()])
     return weights
 
 
 def _keep_packed(
-    model: nn.Module, weights: Mapping[str, "_StoredWeight | StoredStack"], runtime: str, device_map: Any, inputs: str
+    model: nn.Module, weights: Mapping[str, "StoredWeight"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
     from ..checkpoint.in_memory import hold_packed, matrices_of, obstacle
