@@ -11,7 +11,6 @@ from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from jinja2 import Environment, StrictUndefined
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
@@ -139,19 +138,18 @@ def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
     replace_file(folder / "README.md", str(card))
 
 
-def _fill(template: str, data: ModelCardData, base: Base, **values: Any) -> ModelCard:
-    """Fill a template of this folder: the YAML, the fields `values`, and the card of the dense model below."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    values |= dict(
-        card_data=data.to_yaml(),
+def _from_template(template: str, data: ModelCardData, base: Base, **values: Any) -> ModelCard:
+    """A card from a template in this folder, with the YAML `data`, and the card of the dense model below."""
+    return ModelCard.from_template(
+        data,
+        template_str=Path(__file__).with_name(template).read_text(encoding="utf-8"),
         title=escaped(data.model_name),
         literal=json.dumps(data.model_name, ensure_ascii=False),
         base=base.name,
         base_text=base.text,
         marker=MARKER,
+        **values,
     )
-    return ModelCard(environment.from_string(text).render(values))
 
 
 def render_rotated(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
@@ -161,7 +159,7 @@ def render_rotated(model: nn.Module, report: RotationReport, name: str) -> Model
     data = ModelCardData(
         model_name=name, base_model=base.name, library_name="transformers", tags=tags, **base.fields(task)
     )
-    return _fill(
+    return _from_template(
         "rotated_card_template.md",
         data,
         base,
@@ -179,7 +177,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
     solver = report.config["solver"]
     skipped = [(code(name), escaped(reason)) for name, reason in report.skipped.items()]
     more = [(code(f"{len(skipped) - 20} more"), "see the report")] if len(skipped) > 20 else []
-    return _fill(
+    return _from_template(
         "card_template.md",
         _data(report, facts),
         facts.base,
