@@ -459,9 +459,7 @@ class MoonshotPruner:
         assert shrunk is not None
         return shrunk
 
-    def to_runtime(
-        self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1), inputs: str = "int8"
-    ) -> dict[str, str]:
+    def to_runtime(self, runtime: str = "auto", *, inputs: str = "int8") -> dict[str, str]:
         """Convert the pruned layers for inference, in place, as `load_pruned` does.
 
         Packed layers take less memory and, on a processor with a kernel, less time. They cannot be trained or pruned
@@ -469,9 +467,7 @@ class MoonshotPruner:
 
         Args:
             runtime: "auto" packs the layers that this device decodes faster packed, and logs which and why; "packed"
-                packs all that can be; "semi_structured" converts those that measure faster on a GPU to torch's 2:4
-                tensors; "dense" unpacks all.
-            batch_shape: samples and tokens of a layer's input, for which "semi_structured" measures.
+                packs all that can be; "dense" unpacks all.
             inputs: "int8" or "float", as for `load_pruned`.
 
         Returns:
@@ -485,7 +481,7 @@ class MoonshotPruner:
         if PruningRecord.of(self.model) is None:
             self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
-        return to_runtime(self.model, runtime, batch_shape, inputs)
+        return to_runtime(self.model, runtime, inputs)
 
     def save_pretrained(self, directory: str | os.PathLike[str], format: str | None = None, **options: Any) -> None:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.

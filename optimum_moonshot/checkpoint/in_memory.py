@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.sparse import SparseSemiStructuredTensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
@@ -24,8 +23,7 @@ from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 from ..runtime.packed_module import PackedMatrix, PackedModule
-from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
-from ..runtime.semi_structured import check_batch_shape, use_semi_structured
+from ..runtime.runtime_selection import DENSE, RUNTIMES, log_choices, packing_verdict, runtime_entry
 from .packed_files import FORMATS, pruned_layers, save_streamed
 from .quantization_config import MoonshotPrunedCheckpoint
 from .reload_check import check_reloads
@@ -33,26 +31,21 @@ from .reload_check import check_reloads
 _WEIGHT = "weight"
 
 
-def to_runtime(
-    model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1), inputs: str = INPUTS[0]
-) -> dict[str, str]:
-    """Change how the pruned layers of a `PreTrainedModel` are held in memory, in place, as `MoonshotPruner.to_runtime`.
+def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0]) -> dict[str, str]:
+    """Pack or unpack the pruned layers of a `PreTrainedModel` in memory, in place, like `MoonshotPruner.to_runtime`.
 
     If a layer is no longer n:m, or no longer on its grid, `MoonshotError` names it, and all layers are dense.
     """
-    check_runtime(runtime)
+    check_choice("runtime", runtime, RUNTIMES)
     check_choice("inputs", inputs, INPUTS)
-    check_batch_shape(batch_shape)
     if not isinstance(model, PreTrainedModel):
         raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
-    _unsparse(model)
     with _dense_shapes(model):
         layers = pruned_layers(model)
-    if runtime in ("packed", "auto"):
+    if runtime != "dense":
         return _pack(model, runtime, layers, inputs)
     _unpack_all(model)
-    chosen = note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
-    return chosen if runtime == "dense" else use_semi_structured(model, batch_shape, layers)
+    return note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
 
 
 def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
@@ -168,22 +161,15 @@ def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
 
 @contextmanager
 def to_save(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is dense, and its packed layers count as offloaded: visits unpack them.
-
-    So one decoder layer at a time is dense; torch's 2:4 tensors become dense all at once.
-    """
-    packed, sparse = _packed_layers(model), _sparse_weights(model)
-    chosen = getattr(model, "moonshot_runtime", {})
+    """Inside the block the model is dense: its packed layers count as offloaded, so that visits unpack them in turn."""
+    packed, chosen = _packed_layers(model), getattr(model, "moonshot_runtime", {})
     sources = {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}
     try:
-        _unsparse(model)
         with _dense_shapes(model), visiting(model, sources):
             if packed:
                 note(model, chosen)
             yield
     finally:
-        for module, weight in sparse:
-            module.weight = weight
         if packed:
             note(model, chosen)
 
@@ -257,8 +243,8 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     if isinstance(module, PackedModule) and key in module.packed:
         count, single = matrices_of(module, layer)
         parts = module.parts_of(key)
-        sizes = total_bytes(parts) // count, module.dtype_of(key), next(iter(parts.values())).device
-        verdict = packing_verdict(runtime, single, *sizes, inputs)
+        packed_bytes, device = sum(part.nbytes for part in parts.values()), next(iter(parts.values())).device
+        verdict = packing_verdict(runtime, single, packed_bytes // count, module.dtype_of(key), device, inputs)
         module.packed[key] = PackedMatrix(layer.codec.with_inputs(inputs), module.packed[key].shape)
         if not verdict.faster:
             _unpack(model, path, module, key)
@@ -338,14 +324,3 @@ def _dense_weight(dense: nn.Module, packed: PackedModule, key: str) -> Tensor:
     adapter = find_layer(dense)
     assert adapter is not None
     return adapter.as_parameter(packed.matrix_of(key)).contiguous()
-
-
-def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The modules whose weights are torch's 2:4 tensors, with these."""
-    weights = ((module, module._parameters.get(_WEIGHT)) for module in model.modules())
-    return [(module, weight) for module, weight in weights if isinstance(weight, SparseSemiStructuredTensor)]
-
-
-def _unsparse(model: nn.Module) -> None:
-    for module, weight in _sparse_weights(model):
-        module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to_dense(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Load a pruned checkpoint after integrity checks: dense, packed in memory, or as torch's 2:4 tensors."""
+"""Load a pruned checkpoint after integrity checks, dense or packed in memory."""
 
 import os
 from collections import Counter
@@ -14,8 +14,7 @@ from ..model.source_files import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from ..runtime.runtime_selection import check_runtime
-from ..runtime.semi_structured import check_batch_shape
+from ..runtime.runtime_selection import RUNTIMES
 from .file_integrity import Request, check_complete, check_files, check_no_other_weights, requested
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
@@ -34,7 +33,6 @@ def load_pruned(
     name_or_path: str | os.PathLike[str],
     runtime: str = "dense",
     *,
-    batch_shape: tuple[int, int] = (1, 1),
     inputs: str = INPUTS[0],
     **model_kwargs: Any,
 ) -> nn.Module:
@@ -44,9 +42,7 @@ def load_pruned(
         name_or_path: a local folder or a Hub repository.
         runtime: "dense" unpacks the weights, which can be trained. "auto" is for inference: the layers that this device
             multiplies faster packed while decoding remain packed in memory; a log message lists them with the reason.
-            "packed" keeps all possible layers packed. "semi_structured" converts 2:4 layers to torch's 2:4 tensors on a
-            GPU, each only if its forward pass measures faster than dense. A dense checkpoint is packed after loading.
-        batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
+            "packed" keeps all possible layers packed. A dense checkpoint is packed after loading.
         inputs: of products with weights of integer codes that stay packed. "int8" rounds them to 8 bits per row and
             group of weights, where this processor multiplies integers; "float" never rounds them.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
@@ -59,8 +55,7 @@ def load_pruned(
             match; a checkpoint that is not pruned.
     """
     check_path("name_or_path", name_or_path)
-    check_runtime(runtime)
-    check_batch_shape(batch_shape)
+    check_choice("runtime", runtime, RUNTIMES)
     check_choice("inputs", inputs, INPUTS)
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
@@ -80,8 +75,8 @@ def load_pruned(
     guard_source(model)
     if not checkpoint.packed:
         _check_zeros(checkpoint, model)
-    if runtime == "semi_structured" or (not checkpoint.packed and runtime != "dense"):
-        to_runtime(model, runtime, batch_shape, inputs)
+        if runtime != "dense":
+            to_runtime(model, runtime, inputs)
     return model
 
 

@@ -2,23 +2,16 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from ..errors import check_choice
 from ..packing import INPUTS, PackedLayer, Verdict
 
-RUNTIMES = ("dense", "packed", "semi_structured", "auto")
+RUNTIMES = ("dense", "packed", "auto")
 PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 
 _log = logging.getLogger(__name__)
-
-
-def check_runtime(runtime: str, names: Sequence[str] = RUNTIMES) -> None:
-    """Raise `MoonshotError` unless a runtime is one of `names`."""
-    check_choice("runtime", runtime, names)
 
 
 def packing_verdict(
@@ -43,11 +36,6 @@ def packing_verdict(
 def runtime_entry(verdict: Verdict) -> str:
     """A layer's entry in `model.moonshot_runtime`."""
     return (PACKED if verdict.faster else DENSE) + verdict.why
-
-
-def total_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Total size of some tensors."""
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
