@@ -18,8 +18,8 @@ from ..objective.allocation_rules import PatternRules
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord
 from .card import read_entry
-from .meta_model import checkpoint_meta_model
 from .packed_files import pruned_layers
+from .pretrained import checkpoint_meta_model
 from .stored_weights import Zeros
 from .weight_files import Checkpoint
 from .weight_names import Conversion, conversions, loaded_into

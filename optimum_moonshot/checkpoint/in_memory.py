@@ -24,9 +24,8 @@ from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 from ..runtime.packed_module import PackedMatrix, PackedModule
 from ..runtime.runtime_selection import DENSE, RUNTIMES, log_choices, packing_verdict, runtime_entry
-from .packed_files import FORMATS, pruned_layers, save_streamed
+from .packed_files import FORMATS, check_reloads, pruned_layers, save_streamed
 from .quantization_config import MoonshotPrunedCheckpoint
-from .reload_check import check_reloads
 
 _WEIGHT = "weight"
 

@@ -18,7 +18,7 @@ from ..runtime.runtime_selection import RUNTIMES
 from .file_integrity import Request, check_complete, check_files, check_no_other_weights, requested
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
-from .meta_model import model_class, read_model_config
+from .pretrained import model_class, read_model_config
 from .weight_files import EXPORT, Checkpoint
 from .weight_names import loaded_into
 

@@ -1,4 +1,4 @@
-"""Write packed checkpoints: from dense weight files and back, or block by block from a model.
+"""Write packed checkpoints, from dense weight files and back, or block by block from a model, and check new folders.
 
 A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer is replaced by the tensors of its packed
 format (packing/), in files of other names with a description (weight_files.py).
@@ -6,17 +6,21 @@ format (packing/), in files of other names with a description (weight_files.py).
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import convert_file_size_to_int
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from ..errors import MoonshotError, Option, Text, naming, require
+from ..errors import MoonshotError, Option, Text, naming, reason, require
 from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.offload import tie_again
@@ -34,8 +38,10 @@ from .weight_files import (
     StoredTensors,
     Tensors,
     config_entry,
+    described_layers,
     dtype_name,
     new_names,
+    read_header,
     sort_metadata,
     write_json,
 )
@@ -301,3 +307,62 @@ def _onloaded(model: nn.Module, visit: Visit, names: list[str]) -> Tensors:
     with visit():
         state = model.state_dict()
         return {name: state[name].detach().to("cpu", copy=True) for name in names}
+
+
+def check_reloads(model: PreTrainedModel, folder: Path) -> None:
+    """Raise `MoonshotError` unless `from_pretrained` would find every weight of a `PreTrainedModel` in a folder.
+
+    transformers itself compares the names and shapes, with tensors on the meta device, so that no weight is read. The
+    packed weights count by their names in a dense checkpoint. If another tool has quantized the model, its own loader
+    defines the names, and nothing is compared.
+    """
+    cls, checkpoint = type(model), Checkpoint(folder)
+    if checkpoint.config.get("quantization_config") is not None and not checkpoint.packed:
+        return
+    config = type(model.config).from_pretrained(folder)
+    for entry in ("quantization_config", EXPLICIT):
+        vars(config).pop(entry, None)
+    load: Any = PreTrainedModel.from_pretrained
+    options = dict(device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True)
+    try:
+        with _silent():
+            # Not that of the class, which may read other files.
+            _, info = load.__func__(cls, None, config=config, state_dict=_meta_tensors(folder), **options)
+    except Exception as error:  # of the class, or of transformers' conversions
+        message = f"{cls.__name__}.from_pretrained could not load what would be saved: {type(error).__name__}"
+        raise MoonshotError(f"{message}: {reason(error)}") from error
+    hint = "if modules share it, declare that in the model's _tied_weights_keys"
+    _require_none(info["missing_keys"], "would be in no file, and random in a loaded model", hint)
+    _require_none(info["unexpected_keys"], "would be in a file, and missing in a loaded model")
+    _require_none(info["mismatched_keys"], "would have another shape than config.json says")
+
+
+def _require_none(names: Iterable[Any], problem: str, hint: str = "") -> None:
+    texts = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in names)
+    others = f" and {len(texts) - 3} others" if len(texts) > 3 else ""
+    require(not texts, f"{', '.join(texts[:3])}{others} {problem}", hint=hint)
+
+
+def _meta_tensors(folder: Path) -> Tensors:
+    """The tensors of a checkpoint on the meta device, packed weights as in a dense one."""
+    tensors = Tensors()
+    for path in sorted(folder.glob("*.safetensors")):
+        header = read_header(path)
+        layers = described_layers(header.metadata)
+        packed = {stored for name, layer in layers.items() for stored in layer.names(name)}
+        shapes = {name: shape for name, shape in header.shapes.items() if name not in packed}
+        shapes |= {name: layer.shape for name, layer in layers.items()}
+        tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return tensors
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No progress bars and warnings of transformers inside the block."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with without_transformers_bars():
+            yield
+    finally:
+        logging.set_verbosity(before)
