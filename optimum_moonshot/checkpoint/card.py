@@ -320,7 +320,7 @@ def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
     for kind, layers in [*named, ("**all**", report.layers)]:
         targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
         ends = targets[:1] + targets[-1:] if len(targets) > 1 else targets
-        target = " to ".join(f"{100 * each:.1f}%" for each in ends)
+        target = " to ".join(f"{100 * sparsity:.1f}%" for sparsity in ends)
         rows.append((kind, str(len(layers)), target, f"{100 * mean_over_weights(layers, 'sparsity'):.2f}%"))
     rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows

@@ -65,21 +65,23 @@ class Export:
             MoonshotError: no layer can be packed, or not all experts.
         """
         weights = _weights(model, shapes, grids)
-        reasons = {each.module: each.reason for each in weights.values() if each.grid is not None and each.reason}
-        present = {each.module for each in weights.values()}
+        stored = weights.values()
+        reasons = {weight.module: weight.reason for weight in stored if weight.grid is not None and weight.reason}
+        present = {weight.module for weight in stored}
         tied = (name.removesuffix(_WEIGHT) for name in grids)
         reasons |= {name: "its weight is not stored under its name" for name in tied if name not in present}
-        packed = {name: (each.module, each.grid) for name, each in weights.items() if each.grid and not each.reason}
+        on_grid = {name: weight for name, weight in weights.items() if not weight.reason}
+        packed = {name: (weight.module, weight.grid) for name, weight in on_grid.items() if weight.grid}
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         require(bool(packed), f"no layer can be packed: {listed}", field="format", value=EXPORT, hint='use "packed"')
         sizes: dict[int, list[int]] = {}
         for name, (_, grid) in packed.items():
             sizes.setdefault(grid.bits, [_LARGEST]).extend((grid.group, weights[name].d_in))
-        for each in weights.values():
-            reason = each.reason or ("the model has layers of different bits" if len(sizes) > 1 else "")
-            with naming(each.module):
+        for weight in stored:
+            reason = weight.reason or ("the model has layers of different bits" if len(sizes) > 1 else "")
+            with naming(weight.module):
                 message = f"{reason}; transformers reads experts only if all are packed, like all other layers"
-                require(not (each.expert and reason), message, field="format", value=EXPORT, hint='use "packed"')
+                require(not (weight.expert and reason), message, field="format", value=EXPORT, hint='use "packed"')
         for name, reason in reasons.items():
             _log.warning("%s stays dense: %s", name, reason)
         groups = {bits: math.gcd(*numbers) for bits, numbers in sizes.items()}
@@ -117,7 +119,7 @@ class Export:
     def _group(self, bits: int) -> dict[str, Any]:
         """The scheme of all layers with these bits: of every linear layer if there are no others."""
         layers = [(name, module) for name, (module, grid) in self.packed.items() if grid.bits == bits]
-        names = dict.fromkeys(each.removesuffix(_WEIGHT) for layer in layers for each in layer)
+        names = dict.fromkeys(name.removesuffix(_WEIGHT) for layer in layers for name in layer)
         weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None}
         return {
             "targets": ["Linear"] if len(self.groups) == 1 else list(names),

@@ -44,28 +44,28 @@ def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0])
     if runtime != "dense":
         return _pack(model, runtime, layers, inputs)
     _unpack_all(model)
-    return note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
+    return set_runtime(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
 
 
-def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
+def set_runtime(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
     """Store the runtime of the layers as `model.moonshot_runtime`; with packed ones, the model counts as quantized."""
     vars(model)["moonshot_runtime"] = chosen
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, PackedQuantizer):
         quantizer.remove_quantization_config(model)
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            packed = is_packed(part)
-            vars(part)["is_quantized"] = packed
-            part.config.__dict__.pop("_is_quantized", None)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            packed = is_packed(module)
+            vars(module)["is_quantized"] = packed
+            module.config.__dict__.pop("_is_quantized", None)
             for name in ("save_pretrained", "num_parameters"):
-                if getattr(vars(part).get(name), "func", None) in (save_packed, _save_whole, _num_parameters):
-                    del vars(part)[name]
+                if getattr(vars(module).get(name), "func", None) in (save_packed, _refuse_save, _num_parameters):
+                    del vars(module)[name]
             if packed:
-                part.config.__dict__["_is_quantized"] = True
+                module.config.__dict__["_is_quantized"] = True
                 # A partial is copied and pickled with its model; a bound method would refer to the original.
-                vars(part)["save_pretrained"] = partial(save_packed if part is model else _save_whole, part)
-                vars(part)["num_parameters"] = partial(_num_parameters, part)
+                vars(module)["save_pretrained"] = partial(save_packed if module is model else _refuse_save, module)
+                vars(module)["num_parameters"] = partial(_num_parameters, module)
     if is_packed(model):
         PackedQuantizer(MoonshotPrunedCheckpoint("packed")).attach(model)
     return chosen
@@ -78,14 +78,14 @@ class PackedQuantizer(HfQuantizer):
     """
 
     def attach(self, model: Any) -> None:
-        """As transformers does for the quantizer of `from_pretrained`."""
+        """Attach to a model, as transformers does in `from_pretrained`."""
         model.hf_quantizer, model.quantization_method = self, self.quantization_config.quant_method
         model.config.quantization_config = self.quantization_config
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Unpack all layers, in place, also below adapters of PEFT."""
         _unpack_all(model)
-        note(model, dict.fromkeys(model.moonshot_runtime, f"{DENSE}requested"))
+        set_runtime(model, dict.fromkeys(model.moonshot_runtime, f"{DENSE}requested"))
         return model if dtype is None else model.to(dtype)
 
     def is_serializable(self) -> bool:
@@ -112,8 +112,8 @@ def is_packed(model: nn.Module) -> bool:
     return any(isinstance(module, PackedModule) for module in model.modules())
 
 
-def obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
-    """The reason why a weight of a module, `shared` with other modules or not, cannot be packed in memory, if any."""
+def packing_obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
+    """The reason why a weight of a module, which may be `shared` with others, cannot be packed in memory, if any."""
     if shared:
         return "tied to another weight"
     adapter = find_layer(module)
@@ -136,7 +136,7 @@ def matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer
 def save_packed(
     model: PreTrainedModel, save_directory: str | os.PathLike[str], *, format: str = "packed", **options: Any
 ) -> None:
-    """Replaces `save_pretrained` of a model with packed layers, of which one decoder layer at a time is unpacked."""
+    """Replaces `save_pretrained` of a model with packed layers; unpacks one decoder layer at a time."""
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers saves the adapters alone
         return type(model).save_pretrained(model, save_directory, **options)
     check_choice("format", format, FORMATS)
@@ -150,10 +150,10 @@ def save_packed(
         check_reloads(model, staging)
 
 
-def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
+def _refuse_save(module: nn.Module, *args: Any, **options: Any) -> None:
     """Replaces `save_pretrained` of a part of a packed model, which no class could load again."""
     raise MoonshotError(
-        f"save_pretrained: {type(part).__name__} is a part of a model that is packed in memory",
+        f"save_pretrained: {type(module).__name__} is a part of a model that is packed in memory",
         hint='save the whole model, or call pruner.to_runtime("dense") first',
     )
 
@@ -166,11 +166,11 @@ def to_save(model: nn.Module) -> Iterator[None]:
     try:
         with _dense_shapes(model), visiting(model, sources):
             if packed:
-                note(model, chosen)
+                set_runtime(model, chosen)
             yield
     finally:
         if packed:
-            note(model, chosen)
+            set_runtime(model, chosen)
 
 
 class _Unpacked(Mapping[str, Tensor]):
@@ -223,19 +223,19 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], 
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
             with naming(path):
-                chosen[path] = _hold(model, name, layer, runtime, name in shared, inputs)
+                chosen[path] = _pack_or_unpack(model, name, layer, runtime, name in shared, inputs)
     except BaseException:
         _unpack_all(model)
-        note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
+        set_runtime(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
         raise
     trim_host_memory()
     packed = _packed_layers(model).values()
     sizes = sum(module.packed_bytes for module in packed), sum(module.dense_bytes for module in packed)
     log_choices(runtime, chosen, *sizes)
-    return note(model, chosen)
+    return set_runtime(model, chosen)
 
 
-def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
+def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
     """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
@@ -248,12 +248,12 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
         if not verdict.faster:
             _unpack(model, path, module, key)
         return runtime_entry(verdict)
-    why = obstacle(module, layer, shared)
+    why = packing_obstacle(module, layer, shared)
     if why is not None:
         return DENSE + why
     count, single = matrices_of(module, layer)
     weight = module.get_parameter(key).detach()
-    matrices = [single.as_matrix(each) for each in ([weight] if single is layer else weight)]
+    matrices = [single.as_matrix(tensor) for tensor in ([weight] if single is layer else weight)]
     packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
@@ -262,11 +262,11 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
         packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
         stacked = layer.codec.stack(packed, [single.matrix] * len(packed))
         parts = {suffix: part.to(weight.device) for suffix, part in stacked.items()}
-        hold_packed(model, name, layer, parts, inputs)
+        register_packed(model, name, layer, parts, inputs)
     return runtime_entry(verdict)
 
 
-def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
+def register_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
     """Replace a weight of a module by packed tensors, perhaps empty ones, and release its dense tensor.
 
     The module is a Linear, a Conv1D or one of experts, of which the weight is the stack of the matrices of all experts.
@@ -284,7 +284,7 @@ def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, i
     if not isinstance(module, PackedMixture):
         module = PackedMixture(module)
         model.set_submodule(path, module)
-    module.hold(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
+    module.register_packed(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
 
 
 def _unpack_all(model: nn.Module) -> None:

@@ -42,6 +42,7 @@ from .weight_files import (
     dtype_name,
     new_names,
     read_header,
+    read_tensors,
     sort_metadata,
     write_json,
 )
@@ -51,7 +52,7 @@ FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
 SHARD = "500MB"  # default of `max_shard_size`
 Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]  # tensors and packed layers of a file → the new ones
-Part = list[tuple[Visit, list[str]]]  # the visits of a file, with the names of their weights
+Visits = list[tuple[Visit, list[str]]]  # of one file, with the names of their weights
 
 
 def pruned_layers(model: nn.Module) -> Layers:
@@ -231,15 +232,15 @@ def save_streamed(
     model: Any,
     folder: Path,
     packed: bool,
-    others: Sequence[Callable[[], Tensors]] = (),
+    unloaded: Mapping[Path, Sequence[str]] = {},
     max_shard_size: int | str = SHARD,
     **options: Any,
 ) -> None:
     """Write a `PreTrainedModel` that is offloaded or packed in memory, block by block, into an empty folder.
 
     transformers would write it dense, and fails to merge tensors of a block that are in different files. Here, a file
-    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one; `others` return the tensors of further
-    files.
+    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one; the `unloaded` weights of other files
+    are copied.
     """
     from transformers.core_model_loading import revert_weight_conversion  # late: quantizers import this package
 
@@ -251,11 +252,11 @@ def save_streamed(
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, state_dict={})  # all files but the weights
     tie_again(model)
-    parts, packer = list(_parts(model, size)), Packer(model) if packed else None
-    writer = _Writer(folder, len(parts) + len(others), packed)
-    for part in progress_bar(parts, shown=True, desc="writing", unit="file"):
+    files, packer = list(_divide(model, size)), Packer(model) if packed else None
+    writer = _Writer(folder, len(files) + len(unloaded), packed)
+    for visits in progress_bar(files, shown=True, desc="writing", unit="file"):
         tensors, layers = Tensors(), Layers()
-        for visit, names in part:  # packed before the next visit is onloaded
+        for visit, names in visits:  # packed before the next visit is onloaded
             visited = _onloaded(model, visit, names)
             if options.get("save_original_format", True):
                 visited = revert_weight_conversion(model, visited)
@@ -264,8 +265,8 @@ def save_streamed(
                 layers |= entries
             tensors |= visited
         writer.write(tensors, layers, {"format": "pt"})
-    for other in others:
-        writer.write(other(), Layers(), {"format": "pt"})
+    for path, names in unloaded.items():
+        writer.write(read_tensors(path, names), Layers(), {"format": "pt"})
     if packer is not None:
         packer.check()
         _write_config(Checkpoint(folder), folder, config_entry())
@@ -283,23 +284,23 @@ def shard_bytes(size: Any) -> int:
         raise MoonshotError(message, field="max_shard_size", value=size) from None
 
 
-def _parts(model: Any, size: int) -> Iterator[Part]:
-    """All weights, tied ones once, in parts of up to `size` bytes, or of one visit."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # late, as above
+def _divide(model: Any, size: int) -> Iterator[Visits]:
+    """All weights, tied ones once, divided into files of up to `size` bytes, or of one visit."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # late: quantizers import this package
 
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     dropped = model._keys_to_ignore_on_save or ()
     bytes_of = {name: tensor.nbytes for name, tensor in state.items() if not any(fnmatch(name, key) for key in dropped)}
-    part: Part = []
+    visits: Visits = []
     free = 0
     for visit, names in by_visit(model, bytes_of):
         needed = sum(bytes_of[name] for name in names)
-        if part and needed > free:
-            yield part
-            part = []
-        free = (free if part else size) - needed
-        part.append((visit, names))
-    yield part
+        if visits and needed > free:
+            yield visits
+            visits = []
+        free = (free if visits else size) - needed
+        visits.append((visit, names))
+    yield visits
 
 
 def _onloaded(model: nn.Module, visit: Visit, names: list[str]) -> Tensors:

@@ -177,8 +177,8 @@ def load_dense(
     check_complete(info["missing_keys"], (), info["mismatched_keys"])
     if "gguf_file" in shared:
         model.name_or_path = model.config.name_or_path = repository(name_or_path)
-    source, found = repository(name_or_path) if "gguf_file" in shared else name, {**asked, **options}
-    remember_source(model, Source(source, {key: found[key] for key in FILE_OPTIONS if key in found}))
+    source, options = repository(name_or_path) if "gguf_file" in shared else name, {**asked, **options}
+    remember_source(model, Source(source, {key: options[key] for key in FILE_OPTIONS if key in options}))
     if given is not None:
         shared["config"] = model.config
     return model, load_tokenizer(name, **shared), load_processor(model, name, **shared)

@@ -26,7 +26,7 @@ from .compressed_tensors import export_files, quantized_grids
 from .hub import open_repository, upload
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
-from .origin import Origin, append_files
+from .origin import Origin, clear_prediction_layers, copy_weights
 from .packed_files import FORMATS, check_reloads, pack_files, save_streamed, shard_bytes
 from .weight_files import EXPORT, Checkpoint
 
@@ -119,7 +119,7 @@ def _write_model(
     model: Any, folder: Path, format: str, origin: Origin, report: PruneReport | RotationReport, **options: Any
 ) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
-    unloaded = origin.parts(model, report, options.get("variant"))
+    unloaded = origin.to_copy(model, report, options.get("variant"))
     streamed = is_offloaded(model)
     try:
         if streamed:
@@ -139,11 +139,11 @@ def _write_model(
         hint = "change it, such as model.generation_config.temperature = None, and save again"
         raise MoonshotError(why, field="generation_config", hint=hint) from error
     if not streamed:
-        append_files(folder, unloaded)
+        copy_weights(unloaded, folder)
         if format == "packed":
             pack_files(folder, folder, model)
     if origin.unloaded and not unloaded:
-        origin.withdraw_promise(folder)
+        clear_prediction_layers(folder)
     check_reloads(model, folder)
     if format == EXPORT:
         export_files(folder, folder, model)
@@ -186,7 +186,7 @@ def _check_saving(
         require(name in supported, f"{cls.__name__}.save_pretrained has no such option", field=name, value=value)
         if name == "max_shard_size":
             shard_bytes(value)
-        tensors = isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
+        tensors = isinstance(value, Mapping) and all(isinstance(weight, Tensor) for weight in value.values())
         weights = name != "state_dict" or value is None or tensors
         require(weights, "give the weights by their names", field=name, value=value)
         suffix = name != "variant" or value is None or (isinstance(value, str) and Path(value).name == value)

@@ -221,6 +221,12 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._files[name].get_slice(name).get_dtype()
 
 
+def read_tensors(path: Path, names: Iterable[str]) -> Tensors:
+    """Some tensors of a file."""
+    with StoredTensors([path]) as stored:
+        return {name: stored[name] for name in names}
+
+
 def new_names(count: int, packed: bool) -> list[str]:
     """The names of `count` new weight files."""
     stem = METHOD if packed else "model"

@@ -25,38 +25,38 @@ _NAME = "moonshot-expert"  # matches no pattern of a model
 
 
 class _Unpack(ConversionOps):
-    """The tensors of a packed weight, in any format, → the weight."""
+    """Unpacks a weight in any format from its tensors."""
 
     def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], last: str):
         self.layers, self.dtypes, self.last = layers, dtypes, last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Unpack":
-        """Return this object: transformers copies a converter for every tensor, and this part is immutable."""
+        """Return this object: transformers copies a converter for every tensor, and this operation is immutable."""
         return self
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         name = kwargs["full_layer_name"]
-        tensors: Tensors = {key: part[0] if isinstance(part, list) else part for key, part in input_dict.items()}
+        tensors: Tensors = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         with naming(name):
             weight = self.layers[name].unpack(self.last, tensors)
         return {self.last: weight.to(self.dtypes[name])}
 
 
 class Unpacking(WeightConverter):
-    """Unpacks every packed weight, except those of the modules `kept`, which stay packed in memory.
+    """Unpacks every packed weight, except those of the modules that stay `packed` in memory.
 
     `layers` and `dtypes` are by the names in the model, whose last part is `last`: "weight", or that of a parameter of
     fused experts. Most releases of transformers do not cast the weights of a quantizer.
     """
 
     def __init__(
-        self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], kept: Iterable[str], last: str
+        self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], packed: Iterable[str], last: str
     ):
         super().__init__([last + suffix for suffix in suffixes()], last, operations=[_Unpack(layers, dtypes, last)])
-        self.kept = frozenset(kept)
+        self.packed = frozenset(packed)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key.rpartition(".")[0] in self.kept:
+        if source_key.rpartition(".")[0] in self.packed:
             return source_key, None
         return super().rename_source_key(source_key)
 
@@ -81,7 +81,7 @@ class PackedExperts:
             stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
-        parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
+        parameters = parameter_names(model, layers) | {name: target.weight for name, target in merged.items()}
         followed = {name for name in followed_names(model, layers) if not (fused and len(layers[name].shape) == 3)}
         packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed}
         selected = {name: parameter for name, parameter in parameters.items() if parameter in packed}
@@ -171,11 +171,10 @@ class StoredWeight(NamedTuple):
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Placeholders of the packed tensors, by their suffixes, on the weight's device, values in its dtype."""
-        dtypes = {
-            suffix: weight.dtype if part.is_floating_point() else part.dtype for suffix, part in self.empty.items()
-        }
         return {
-            suffix: torch.empty_like(part, dtype=dtypes[suffix], device=weight.device)
+            suffix: torch.empty_like(
+                part, dtype=weight.dtype if part.is_floating_point() else part.dtype, device=weight.device
+            )
             for suffix, part in self.empty.items()
         }
 
@@ -186,8 +185,10 @@ class StoredWeight(NamedTuple):
 
     def packed_bytes(self, weight: nn.Parameter) -> int:
         """Bytes of the packed tensors in memory."""
-        sizes = (weight.dtype.itemsize if each.is_floating_point() else each.itemsize for each in self.tensors)
-        return sum(each.numel() * size for each, size in zip(self.tensors, sizes, strict=True))
+        return sum(
+            tensor.numel() * (weight.dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
+            for tensor in self.tensors
+        )
 
 
 class _Packed(NamedTuple):
@@ -198,7 +199,7 @@ class _Packed(NamedTuple):
 
 
 class _Fuse(ConversionOps):
-    """The tensors of a parameter by their names in the files → the parameter, or the packed stack of its matrices."""
+    """Makes a parameter, or the packed stack of its matrices, of its tensors by their names in the files."""
 
     def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
         self.experts, self.dtypes = experts, dtypes
@@ -217,7 +218,7 @@ class _Fuse(ConversionOps):
         mixture = model.get_submodule(path)
         codec, shape = mixture.packed[key]
         matrices = list(self._packed(mixture, key, self.dtypes[target], config, order, tensors))
-        stored = sum(each.shape[0] for each in matrices), *{each.shape[1] for each in matrices}
+        stored = sum(matrix.shape[0] for matrix in matrices), *{matrix.shape[1] for matrix in matrices}
         require(stored == shape, f"{parameter}: its experts are saved as {stored}, config.json says {shape}")
         parts = codec.stack([matrix.parts for matrix in matrices], [matrix.shape for matrix in matrices])
         dtype = self.dtypes[target]

@@ -59,7 +59,7 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
-        self.kept: list[str] = []  # modules, and fused weights, that stay packed in memory
+        self.staying: list[str] = []  # modules, and fused weights, that stay packed in memory
         self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
         self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
@@ -82,15 +82,15 @@ class MoonshotQuantizer(HfQuantizer):
     update_attn_implementation = update_tp_plan  # depending on its release, transformers calls one of the two or both
 
     def preprocess_model(self, model: "PreTrainedModel", dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """As in transformers, which does not store the dtype."""
+        """Also store the dtypes of the weights by the caller's dtype, which transformers does not."""
         super().preprocess_model(model, dtype=dtype, **kwargs)
         if not self.pre_quantized:
             return
         # Some layers stay in float32.
         plan: dict[str, torch.dtype] = cast(Any, model)._get_dtype_plan(dtype)
-        wide = {re.compile(part.replace("*", ".*")): kept for part, kept in plan.items()}
+        wide = {re.compile(pattern.replace("*", ".*")): wider for pattern, wider in plan.items()}
         self.dtypes = {
-            name: next((kept for part, kept in wide.items() if part.search(name)), tensor.dtype)
+            name: next((wider for pattern, wider in wide.items() if pattern.search(name)), tensor.dtype)
             for name, tensor in model.state_dict().items()
             if tensor.is_floating_point()
         }
@@ -117,8 +117,8 @@ class MoonshotQuantizer(HfQuantizer):
             self.packed = {name: weight.layer for name, weight in weights.items() if name not in stacks}
             if packing:
                 self.chosen = _keep_packed(model, {**weights, **stacks}, self.runtime, device_map, self.inputs)
-                self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
-            self.stacked = {name: stacks[name].target(name) for name in self.kept if name in stacks}
+                self.staying = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
+            self.stacked = {name: stacks[name].target(name) for name in self.staying if name in stacks}
             self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             self.shapes = {name: shape for name, shape in shapes.items() if name not in self.resized}
@@ -126,7 +126,7 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
 
-        from ..checkpoint.in_memory import note, to_runtime
+        from ..checkpoint.in_memory import set_runtime, to_runtime
         from ..pruner import MoonshotPruner
         from .conversion import Unpacking
 
@@ -150,7 +150,7 @@ class MoonshotQuantizer(HfQuantizer):
             with torch.enable_grad():
                 model.moonshot_report = MoonshotPruner(model, self.pruning, *self.processors).prune()
         elif self.chosen:
-            note(model, self.chosen)
+            set_runtime(model, self.chosen)
         elif not self.pre_quantized and self.runtime != "dense":
             to_runtime(model, self.runtime, inputs=self.inputs)
 
@@ -179,25 +179,25 @@ class MoonshotQuantizer(HfQuantizer):
         name: Any = model.name_or_path
         if files and os.path.isdir(name):  # a `subfolder` is not passed on
             folder = Path(files[0]).parent
-            name = folder if any((folder / each).is_file() for each in TOKENIZER_FILES) else name
+            name = folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else name
         self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:
-        """Those of the packed tensors.
+        """The conversions of the packed tensors.
 
-        Not by `serialized_names` and `get_load_operations`, which transformers has since 5.23: their operation gets the
-        tensors by suffix alone, and every matrix has its own format, by its name in the files.
+        `serialized_names` and `get_load_operations`, which transformers has since 5.23, do not suffice: their operation
+        receives the tensors by suffix alone, and every matrix has a format of its own, by its name in the files.
         """
         from .conversion import Unpacking
 
         if not self.pre_quantized:
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        conversions = [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
+        conversions = [Unpacking(self.packed, self.dtypes, self.staying, last) for last in lasts]
         return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
-        """Whether transformers loads a tensor of any shape; it asks nothing else about a quantized checkpoint."""
+        """Whether transformers may load a tensor of any shape; its only question about a quantized checkpoint."""
         return param_name in self.resized
 
     def is_serializable(self) -> bool:
@@ -259,7 +259,7 @@ def _keep_packed(
     model: nn.Module, weights: Mapping[str, "StoredWeight"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import hold_packed, matrices_of, obstacle
+    from ..checkpoint.in_memory import matrices_of, packing_obstacle, register_packed
 
     tied = getattr(model, "all_tied_weights_keys", {})
     shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
@@ -267,7 +267,7 @@ def _keep_packed(
         path, layer = name.rpartition(".")[0], stored.layer
         module = model.get_submodule(path)
         device = _device_of(path, device_map)
-        why = "offloaded" if device is None else stored.obstacle or obstacle(module, layer, name in shared)
+        why = "offloaded" if device is None else stored.obstacle or packing_obstacle(module, layer, name in shared)
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
@@ -277,7 +277,7 @@ def _keep_packed(
         chosen[name.removesuffix(_WEIGHT)] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + packed_bytes, sizes[1] + weight.nbytes]
-            hold_packed(model, name, layer, stored.empty_parts(weight), inputs)
+            register_packed(model, name, layer, stored.empty_parts(weight), inputs)
     log_choices(runtime, chosen, *sizes)
     return chosen
 

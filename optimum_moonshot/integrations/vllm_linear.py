@@ -58,8 +58,8 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
     path, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
     folder, paths = Path(path), sorted(map(Path, files))
     metadata = [read_header(path).metadata for path in paths if path.suffix == ".safetensors"]
-    layers = {name: layer for each in metadata for name, layer in described_layers(each).items()}
-    if not any(METHOD in each for each in metadata):
+    layers = {name: layer for entries in metadata for name, layer in described_layers(entries).items()}
+    if not any(METHOD in entries for entries in metadata):
         return {}
     if not (folder / PACKED_INDEX).is_file():
         name, subfolder, revision = where
