@@ -1,5 +1,6 @@
 """Pack and unpack the pruned layers of a model in memory, and save a model with packed layers."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,17 @@ from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
 from ..model.offload import visiting
-from ..packing import INPUTS, PackedLayer
+from ..packing import INPUTS, PackedLayer, Verdict
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 from ..runtime.packed_module import PackedMatrix, PackedModule
-from ..runtime.runtime_selection import DENSE, RUNTIMES, log_choices, packing_verdict, runtime_entry
 from .packed_files import FORMATS, check_reloads, pruned_layers, save_streamed
-from .quantization_config import MoonshotPrunedCheckpoint
+from .quantization_config import RUNTIMES, MoonshotPrunedCheckpoint
 
+PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 _WEIGHT = "weight"
+_log = logging.getLogger(__name__)
 
 
 def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0]) -> dict[str, str]:
@@ -126,7 +128,59 @@ def packing_obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str
     return "accelerate moves it in every call" if hasattr(module, "_hf_hook") else None
 
 
-def matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer]:
+def packing_verdict(
+    runtime: str,
+    module: nn.Module,
+    layer: PackedLayer,
+    packed_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: str,
+) -> Verdict:
+    """Whether a weight that can be packed is packed: always, or for "auto" if one row of inputs takes less time so.
+
+    `packed_bytes`, `dtype` and `device` are those of the weight of the module in memory.
+    """
+    if runtime == "packed":
+        return Verdict(True, "requested")
+    count, single = _matrices_of(module, layer)
+    (d_out, d_in), codec = single.matrix, single.codec.with_inputs(inputs)
+    ratio = packed_bytes // count / (d_out * d_in * dtype.itemsize)
+    return codec.decoding(single.matrix, single.nm, ratio, dtype, device)
+
+
+def runtime_entry(verdict: Verdict) -> str:
+    """A layer's entry in `model.moonshot_runtime`."""
+    return (PACKED if verdict.faster else DENSE) + verdict.why
+
+
+def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
+    """Log the choices of "auto" and their reasons in one line.
+
+    `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are those of the packed weights and of
+    the same weights, dense.
+    """
+    if runtime != "auto":
+        return
+    packed, dense = (
+        Counter(entry.removeprefix(prefix) for entry in chosen.values() if entry.startswith(prefix))
+        for prefix in (PACKED, DENSE)
+    )
+    sizes = f", {packed_bytes / 2**20:.1f} MiB in place of {dense_bytes / 2**20:.1f}"
+    of = f" of {len(chosen)} layers"
+    texts = [f"packed: {packed.total()}{of}{sizes} {_reasons(packed)}"] if packed else []
+    if dense or not packed:
+        texts.append(f"dense: {dense.total()}{'' if packed else of} {_reasons(dense)}")
+    _log.warning("runtime='auto': %s", "; ".join(texts))
+
+
+def _reasons(counts: Counter[str]) -> str:
+    """The reasons, the most frequent first."""
+    several = len(counts) > 1
+    return f"({', '.join(f'{count} {why}' if several else why for why, count in counts.most_common())})"
+
+
+def _matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer]:
     """The number of matrices of a weight that can be packed in memory, and the entry of one."""
     if find_layer(module) is not None or isinstance(module, PackedLinear):
         return 1, layer
@@ -240,10 +294,9 @@ def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: st
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, PackedModule) and key in module.packed:
-        count, single = matrices_of(module, layer)
         parts = module.parts_of(key)
         packed_bytes, device = sum(part.nbytes for part in parts.values()), next(iter(parts.values())).device
-        verdict = packing_verdict(runtime, single, packed_bytes // count, module.dtype_of(key), device, inputs)
+        verdict = packing_verdict(runtime, module, layer, packed_bytes, module.dtype_of(key), device, inputs)
         module.packed[key] = PackedMatrix(layer.codec.with_inputs(inputs), module.packed[key].shape)
         if not verdict.faster:
             _unpack(model, path, module, key)
@@ -251,13 +304,13 @@ def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: st
     why = packing_obstacle(module, layer, shared)
     if why is not None:
         return DENSE + why
-    count, single = matrices_of(module, layer)
+    _, single = _matrices_of(module, layer)
     weight = module.get_parameter(key).detach()
     matrices = [single.as_matrix(tensor) for tensor in ([weight] if single is layer else weight)]
     packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
-    verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, weight.device, inputs)
+    verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, weight.device, inputs)
     if verdict.faster:
         packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
         stacked = layer.codec.stack(packed, [single.matrix] * len(packed))
@@ -275,7 +328,7 @@ def register_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Part
     codec = layer.codec.with_inputs(inputs)
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    count, single = matrices_of(module, layer)
+    count, single = _matrices_of(module, layer)
     if find_layer(module) is not None:
         bias = module._parameters.get("bias")
         packed: PackedModule = PackedLinear(codec, layer.matrix, parts, bias, module, layer.nm)

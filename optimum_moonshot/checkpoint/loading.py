@@ -14,11 +14,11 @@ from ..model.source_files import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from ..runtime.runtime_selection import RUNTIMES
 from .file_integrity import Request, check_complete, check_files, check_no_other_weights, requested
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
 from .pretrained import model_class, read_model_config
+from .quantization_config import RUNTIMES
 from .weight_files import EXPORT, Checkpoint
 from .weight_names import loaded_into
 

@@ -6,8 +6,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin, Quan
 
 from ..errors import check_choice, require
 from ..packing import INPUTS
-from ..runtime.runtime_selection import RUNTIMES
 from .weight_files import METHOD, check_config_entry, config_entry
+
+RUNTIMES = ("dense", "packed", "auto")
 
 
 class MoonshotPrunedCheckpoint(QuantizationConfigMixin):

@@ -26,7 +26,6 @@ from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
 from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +97,7 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
+        from ..checkpoint.in_memory import DENSE  # late, like the next one:
         from .conversion import PackedExperts  # imports transformers' loader, which imports the quantizers
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
@@ -259,7 +259,14 @@ def _keep_packed(
     model: nn.Module, weights: Mapping[str, "StoredWeight"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import matrices_of, packing_obstacle, register_packed
+    from ..checkpoint.in_memory import (
+        DENSE,
+        log_choices,
+        packing_obstacle,
+        packing_verdict,
+        register_packed,
+        runtime_entry,
+    )
 
     tied = getattr(model, "all_tied_weights_keys", {})
     shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
@@ -272,8 +279,8 @@ def _keep_packed(
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
         weight = model.get_parameter(name)
-        packed_bytes, (count, single) = stored.packed_bytes(weight), matrices_of(module, layer)
-        verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, device, inputs)
+        packed_bytes = stored.packed_bytes(weight)
+        verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, device, inputs)
         chosen[name.removesuffix(_WEIGHT)] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + packed_bytes, sizes[1] + weight.nbytes]
