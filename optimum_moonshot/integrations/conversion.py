@@ -72,13 +72,12 @@ class PackedExperts:
     stored: Mapping[str, Tensor]  # their tensors in the files, on the meta device
 
     @classmethod
-    def find(cls, model: nn.Module, files: Iterable[str], fused: bool) -> "PackedExperts | None":
-        """Find them in the files of a packed checkpoint, for a model on the meta device; None if there are none.
+    def find(cls, model: nn.Module, tensors: StoredTensors, fused: bool) -> "PackedExperts | None":
+        """Find them among the tensors of a packed checkpoint, for a model on the meta device; None if there are none.
 
         With `fused`, also the packed weights of three dimensions without a conversion.
         """
-        with StoredTensors(files) as tensors:
-            stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
+        stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
         parameters = parameter_names(model, layers) | {name: target.weight for name, target in merged.items()}

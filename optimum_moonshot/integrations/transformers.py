@@ -97,8 +97,9 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
-        from ..checkpoint.in_memory import DENSE  # late, like the next one:
-        from .conversion import PackedExperts  # imports transformers' loader, which imports the quantizers
+        # Late: transformers' loader, which these import, imports the quantizers.
+        from ..checkpoint.in_memory import DENSE
+        from .conversion import PackedExperts
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
         if self.pruning is not None:
@@ -110,9 +111,10 @@ class MoonshotQuantizer(HfQuantizer):
             names = model.config.architectures
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
-            weights = _packed_weights(model, checkpoint_files or [])
             packing = self.runtime in ("packed", "auto")
-            self.experts = PackedExperts.find(model, checkpoint_files or [], packing)
+            with StoredTensors(checkpoint_files or []) as tensors:
+                weights = _packed_weights(model, tensors)
+                self.experts = PackedExperts.find(model, tensors, packing)
             stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
             self.packed = {name: weight.layer for name, weight in weights.items() if name not in stacks}
             if packing:
@@ -235,23 +237,22 @@ def _require_complete(model: Any) -> None:
     model._adjust_missing_and_unexpected_keys = adjust_and_check
 
 
-def _packed_weights(model: nn.Module, files: list[str]) -> dict[str, "StoredWeight"]:
-    """Return the packed weights of the files by their names in the model, without `PackedExperts`."""
+def _packed_weights(model: nn.Module, tensors: StoredTensors) -> dict[str, "StoredWeight"]:
+    """Return the packed weights by their names in the model, without `PackedExperts`."""
     from .conversion import StoredWeight
 
     weights = {}
-    with StoredTensors(files) as tensors:
-        for stored, name in followed_names(model, tensors.layers).items():
-            layer, shape = tensors.layers[stored], tuple(model.get_parameter(name).shape)
-            module = model.get_submodule(name.rpartition(".")[0])
-            adapter = find_layer(module)
-            with naming(name):
-                require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
-                matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
-                message = f"its module is a {type(module).__name__}"
-                require(matching, message, field="transposed", value=layer.transposed)
-                empty = {suffix: part.to("meta") for suffix, part in layer.parts(stored, tensors).items()}
-            weights[name] = StoredWeight(layer, empty, [*empty.values()])
+    for stored, name in followed_names(model, tensors.layers).items():
+        layer, shape = tensors.layers[stored], tuple(model.get_parameter(name).shape)
+        module = model.get_submodule(name.rpartition(".")[0])
+        adapter = find_layer(module)
+        with naming(name):
+            require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
+            matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
+            message = f"its module is a {type(module).__name__}"
+            require(matching, message, field="transposed", value=layer.transposed)
+            empty = {suffix: part.to("meta") for suffix, part in layer.parts(stored, tensors).items()}
+        weights[name] = StoredWeight(layer, empty, [*empty.values()])
     return weights
 
 
