@@ -18,6 +18,8 @@ from accelerate.utils import convert_file_size_to_int
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from ..errors import MoonshotError, Option, Text, naming, reason, require
@@ -242,8 +244,6 @@ def save_streamed(
     contains whole blocks of up to `max_shard_size` dense bytes, or a larger one; the `unloaded` weights of other files
     are copied.
     """
-    from transformers.core_model_loading import revert_weight_conversion  # late: quantizers import this package
-
     for name, value in options.items():
         supported = name == "save_original_format"
         require(supported, "not for a model that is offloaded or packed in memory", field=name, value=value)
@@ -286,8 +286,6 @@ def shard_bytes(size: Any) -> int:
 
 def _divide(model: Any, size: int) -> Iterator[Visits]:
     """All weights, tied ones once, divided into files of up to `size` bytes, or of one visit."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # late: quantizers import this package
-
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     dropped = model._keys_to_ignore_on_save or ()
     bytes_of = {name: tensor.nbytes for name, tensor in state.items() if not any(fnmatch(name, key) for key in dropped)}
