@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def format(self) -> str:
-        """ "packed", `EXPORT`, or "dense", also for the formats of other tools; raises like `packed`."""
+        """The format: "packed", `EXPORT`, or "dense", also for the formats of other tools; raises like `packed`."""
         return "packed" if self.packed else EXPORT if self.quant_method == EXPORT else "dense"
 
     @property
