@@ -3,8 +3,7 @@
 A dense file is memory-mapped, so `from_pretrained` returns before most of it is read. A load is therefore timed until
 every weight was read once, from a warm and from a cold page cache. Memory is the peak increase of the resident size of
 a fresh process by one load and that reading; mapped pages of a file, which the system may reclaim at any time, are
-counted, and also reported separately. `--device cuda` instead times one forward pass of every layer shape of
-Llama-3.2-1B and 3B, dense and with torch's 2:4 tensors.
+counted, and also reported separately.
 """
 
 import json
@@ -25,15 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
-from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import PackedLayer
-from optimum_moonshot.runtime.semi_structured import milliseconds, unsupported
 
-SHAPES = {  # d_out, d_in of q/o, k/v, gate/up and down
-    "Llama-3.2-1B": [(2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)],
-    "Llama-3.2-3B": [(3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192)],
-}
-TOKENS = (1, 16, 256, 4096)
 UNCHECKED = "from_pretrained, MOONSHOT_VERIFY=0"
 LOADERS = {
     "from_pretrained": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
@@ -166,28 +157,8 @@ def checkpoints(options) -> dict:
     return results
 
 
-def latencies(device: str, models: dict = SHAPES, numbers: tuple[int, ...] = TOKENS) -> dict:
-    """Milliseconds of one forward pass by shape and tokens; None and the reason if torch has no 2:4 product."""
-    results = {}
-    for name, shapes in models.items():
-        for d_out, d_in in shapes:
-            linear = torch.nn.Linear(d_in, d_out, bias=False, device=device, dtype=torch.bfloat16)
-            with torch.no_grad():
-                linear.weight.mul_(NM(2, 4).keep(linear.weight.abs().float()))
-            reason = unsupported(linear, PackedLayer((d_out, d_in), False, "2:4", "bfloat16"))
-            sparse = None if reason else torch.sparse.to_sparse_semi_structured(linear.weight.detach())
-            for tokens in numbers:
-                inputs = torch.randn(tokens, d_in, device=device, dtype=torch.bfloat16)
-                entry = {"dense_ms": milliseconds(inputs, linear.weight), "not_2:4_because": reason}
-                entry["semi_structured_ms"] = None if reason else milliseconds(inputs, sparse)
-                results[f"{name} {d_out}×{d_in}, {tokens} tokens"] = entry
-                print(f"{name} {d_out}×{d_in}, {tokens} tokens: {entry}")
-    return results
-
-
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--device", default="cpu", help="cuda: latencies of 2:4 tensors instead of checkpoints")
     arguments.add_argument("--layers", type=int, default=11, help="of 12.8 million weights each")
     arguments.add_argument("--name", default="checkpoint", help="of the file in results/")
     arguments.add_argument("--repeats", type=int, default=5)
@@ -196,15 +167,11 @@ def main() -> None:
     options = arguments.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure, Path(options.folder), options.repeats)))
-    elif options.device == "cpu":
-        results = checkpoints(options)
-        results["options"].pop("folder")
-        print(json.dumps(results, indent=2))
-        write(options.name, results)
-    else:
-        if not torch.cuda.is_available():
-            sys.exit(f"--device {options.device}: torch finds no GPU on this machine; 2:4 products need an NVIDIA one")
-        write("checkpoint_cuda", latencies(options.device))
+        return
+    results = checkpoints(options)
+    results["options"].pop("folder")
+    print(json.dumps(results, indent=2))
+    write(options.name, results)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import alternatives
-import checkpoint
 import generate as generation
 import rotation
 import runtime
@@ -245,14 +244,6 @@ def kernels(kinds: list[str], tiny: bool) -> Rows:
             yield {"summary": f"{len(cells)} products, {wrong} of them wrong", "cells": cells}
 
 
-def semi_structured(tiny: bool) -> Rows:
-    """torch's 2:4 tensors against dense."""
-    models, counts = ({"tiny": [(32, 64)]}, (1,)) if tiny else (checkpoint.SHAPES, checkpoint.TOKENS)
-    cells = checkpoint.latencies(str(DEVICE), models, counts)
-    faster = [name for name, cell in cells.items() if (cell["semi_structured_ms"] or 1e9) < cell["dense_ms"]]
-    yield {"summary": f"faster than dense in {len(faster)} of {len(cells)} cases", "latencies": cells}
-
-
 def generated(tiny: bool) -> Rows:
     """Tokens per second of a Llama of the shape of 1B with packed weights."""
     settings = ["dense", "2:4", "0.8", "2:4 int4"]
@@ -354,7 +345,6 @@ def pieces() -> dict[str, Piece]:
         "notebooks": Piece(partial(tests, ["tests/test_examples.py", "-k", "notebook"], few)),
         "1b-0.5-0.9": run("1b", half, 0.9),
         "1b-0.5-1": run("1b", half, 1.0),
-        "kernels-torch": Piece(semi_structured),
         "13b-2:4-0.9-whole": run("13b", nm, 0.9),
         "tests-all": Piece(partial(tests, ["-m", "not slow"], few)),
         "1b-one-shot": Piece(partial(language, "1b", {"pattern": "2:4", **RECIPES["one-shot"][1]}, None)),

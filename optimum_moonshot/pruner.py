@@ -13,7 +13,7 @@ from torch import nn
 from .checkpoint.in_memory import to_runtime
 from .checkpoint.origin import source_of, take_over
 from .checkpoint.pretrained import load_dense, load_meta
-from .checkpoint.publishing import Repository, publish, save_result
+from .checkpoint.saving import publish_model, save_model
 from .checkpoint.side_files import SideFiles
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
@@ -230,7 +230,7 @@ class MoonshotPruner:
             MoonshotError: as `plan`, or the configuration names no model.
             OSError: there is no such model.
         """
-        pruner = cls(load_meta(name_or_config, offload, options), config)
+        pruner = cls(load_meta(name_or_config, offload, **options), config)
         memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
         with pruner._run(None, None, None, False, resume_dir=resume_dir) as subject:
             return make_plan(subject, config, config.calibration, None, resumes, memory, offload)
@@ -459,9 +459,7 @@ class MoonshotPruner:
         assert shrunk is not None
         return shrunk
 
-    def to_runtime(
-        self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1), inputs: str = "int8"
-    ) -> dict[str, str]:
+    def to_runtime(self, runtime: str = "auto", *, inputs: str = "int8") -> dict[str, str]:
         """Convert the pruned layers for inference, in place, as `load_pruned` does.
 
         Packed layers take less memory and, on a processor with a kernel, less time. They cannot be trained or pruned
@@ -469,9 +467,7 @@ class MoonshotPruner:
 
         Args:
             runtime: "auto" packs the layers that this device decodes faster packed, and logs which and why; "packed"
-                packs all that can be; "semi_structured" converts those that measure faster on a GPU to torch's 2:4
-                tensors; "dense" unpacks all.
-            batch_shape: samples and tokens of a layer's input, for which "semi_structured" measures.
+                packs all that can be; "dense" unpacks all.
             inputs: "int8" or "float", as for `load_pruned`.
 
         Returns:
@@ -485,7 +481,7 @@ class MoonshotPruner:
         if PruningRecord.of(self.model) is None:
             self._pruned()
         self._sweep = None  # it holds the dense weights of its variants
-        return to_runtime(self.model, runtime, batch_shape, inputs)
+        return to_runtime(self.model, runtime, inputs)
 
     def save_pretrained(self, directory: str | os.PathLike[str], format: str | None = None, **options: Any) -> None:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
@@ -508,7 +504,7 @@ class MoonshotPruner:
                 no longer n:m, or no longer on its grid.
         """
         check_idle(self.model, "save_pretrained")
-        save_result(self.model, self._companions(), self._result(), directory, format, self._origin, options)
+        save_model(self.model, self._companions(), self._result(), directory, format, self._origin, options)
         self._discard_results()
 
     def push_to_hub(
@@ -541,9 +537,9 @@ class MoonshotPruner:
                 connection broke; nothing is published then.
         """
         check_idle(self.model, "push_to_hub")
-        repository, origin = Repository(repo_id, private, token, exist_ok), self._origin
-        result, companions = self._result(), self._companions()
-        address = publish(self.model, companions, result, repository, format, origin, commit_message, options)
+        hub: dict[str, Any] = dict(private=private, token=token, exist_ok=exist_ok, commit_message=commit_message)
+        result = self._result()
+        address = publish_model(self.model, self._companions(), result, repo_id, format, self._origin, options, **hub)
         self._discard_results()
         return address
 

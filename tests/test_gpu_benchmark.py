@@ -15,7 +15,7 @@ PIECES = gpu_pieces.pieces()
 # One of each kind; the others differ in their shapes and settings.
 RUNS = ["1b-2:4-0.9", "1b-0.5-1", "1b-one-shot", "resnet-50", "deit-base"]
 PRODUCTS = ["kernels-bitmask", "kernels-quantized"]
-OTHERS = ["nccl", "rotation-8b", "generate", "kernels-torch"]
+OTHERS = ["nccl", "rotation-8b", "generate"]
 
 
 @pytest.mark.parametrize("name", slow_but({"1b-2:4-0.9", "1b-0.5-1", "resnet-50"}, RUNS))

@@ -92,8 +92,8 @@ def split(name: str | None, card: ModelCard) -> Base:
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("solver", "pattern")):
         if "moonshot" in data:
             # Not %r: YAML's aliases may make it larger than any memory.
-            shown = short(entry)
-            _log.warning("the card's entry moonshot=%.60s is not of this package: it is kept as another's card", shown)
+            message = "the card's entry moonshot=%.60s is not of this package: it is kept as another's card"
+            _log.warning(message, short(entry))
         # Fields of the dense model alone, such as its evaluations, training data and terms.
         rest = {key: value for key, value in data.items() if key not in {*copied, *_REPLACED}}
         block = f"\n{code_block(yaml_dump(rest, sort_keys=False).strip(), 'yaml')}" if rest else ""
@@ -125,9 +125,9 @@ def _copied(data: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(value: Any) -> list[str] | None:
     """One text or several; None if any value is not text. YAML reads the language "no" as False."""
-    values = ["no" if each is False else each for each in (value if isinstance(value, list) else [value])]
-    valid = all(isinstance(each, str) and printable(each) for each in values)
-    return [printable(each) for each in values] if valid else None
+    texts = ["no" if text is False else text for text in (value if isinstance(value, list) else [value])]
+    valid = all(isinstance(text, str) and printable(text) for text in texts)
+    return [printable(text) for text in texts] if valid else None
 
 
 def printable(value: Any) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from jinja2 import Environment, StrictUndefined
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
@@ -139,19 +138,20 @@ def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
     replace_file(folder / "README.md", str(card))
 
 
-def _fill(template: str, data: ModelCardData, base: Base, **values: Any) -> ModelCard:
-    """Fill a template of this folder: the YAML, the fields `values`, and the card of the dense model below."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    values |= dict(
-        card_data=data.to_yaml(),
+def _from_template(template: str, data: ModelCardData, base: Base, **values: Any) -> ModelCard:
+    """A card from a template in this folder, with the YAML `data`, and the card of the dense model below."""
+    return ModelCard.from_template(
+        data,
+        template_str=Path(__file__).with_name(template).read_text(encoding="utf-8"),
         title=escaped(data.model_name),
         literal=json.dumps(data.model_name, ensure_ascii=False),
         base=base.name,
         base_text=base.text,
         marker=MARKER,
+        code=code,
+        escaped=escaped,
+        **values,
     )
-    return ModelCard(environment.from_string(text).render(values))
 
 
 def render_rotated(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
@@ -161,14 +161,12 @@ def render_rotated(model: nn.Module, report: RotationReport, name: str) -> Model
     data = ModelCardData(
         model_name=name, base_model=base.name, library_name="transformers", tags=tags, **base.fields(task)
     )
-    return _fill(
+    return _from_template(
         "rotated_card_template.md",
         data,
         base,
         untied=f" but an untied head of {report.untied_bytes / 2**20:.2f} MiB" if report.untied_bytes else "",
         auto_class=auto_class,
-        rotations=escaped(report.changes or "none"),
-        refused=[(code(name), escaped(reason)) for name, reason in report.refused.items()],
         report=report,
         report_name=ROTATION_NAME,
     )
@@ -177,36 +175,23 @@ def render_rotated(model: nn.Module, report: RotationReport, name: str) -> Model
 def render(report: PruneReport, facts: Facts) -> ModelCard:
     """The card of a pruned model, with YAML and text."""
     solver = report.config["solver"]
-    skipped = [(code(name), escaped(reason)) for name, reason in report.skipped.items()]
-    more = [(code(f"{len(skipped) - 20} more"), "see the report")] if len(skipped) > 20 else []
-    return _fill(
+    return _from_template(
         "card_template.md",
         _data(report, facts),
         facts.base,
-        load=code(f"optimum_moonshot.load_pruned({json.dumps(facts.name, ensure_ascii=False)})"),
+        report=report,
+        facts=facts,
         solver=_SOLVERS.get(solver) or escaped(solver),
-        sparsity=f"{100 * report.sparsity:.1f}%",
-        whole=f"{100 * report.model_sparsity:.1f}%",
-        mostly_dense=report.mostly_dense,
-        bits=report.bits_line,
-        layers=len(report.layers),
-        compaction=escaped(report.compacted),
-        format=facts.format,
         auto_class=_auto_class(facts.architecture)[0],
         method=_method(report, facts),
         plot=PLOT_NAME,
         kinds=_kinds(report),
         mixtures=_mixtures(report),
-        skipped=skipped[:20] + more,
-        evaluations=[
-            (
-                escaped(f"{values['metric']} on {data_name(name, values['metric'])}"),
-                "" if values["dense"] is None else _short(values["dense"]),
-                _short(values["pruned"]),
-            )
-            for name, values in report.evaluations.items()
-        ],
-        cost=_cost(report, facts),
+        seconds=", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items()),
+        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        data_name=data_name,
+        percent=lambda fraction: f"{100 * fraction:.1f}%",
+        short=_short,
     )
 
 
@@ -322,7 +307,7 @@ def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
     for kind, layers in [*named, ("**all**", report.layers)]:
         targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
         ends = targets[:1] + targets[-1:] if len(targets) > 1 else targets
-        target = " to ".join(f"{100 * each:.1f}%" for each in ends)
+        target = " to ".join(f"{100 * sparsity:.1f}%" for sparsity in ends)
         rows.append((kind, str(len(layers)), target, f"{100 * mean_over_weights(layers, 'sparsity'):.2f}%"))
     rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows
@@ -337,18 +322,6 @@ def _mixtures(report: PruneReport) -> list[tuple[str, str, str, str]]:
             criteria = ", ".join(f"{name} {other}" for name, other in others)
             rows.append((code(layer.name), ", ".join(map(str, layer.experts.removed)), loss, criteria))
     return rows
-
-
-def _cost(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
-    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
-    ratio = f"{100 * facts.packed_bytes / facts.dense_bytes:.1f}% of that"
-    return [
-        ("weights on disk, dense", f"{facts.dense_bytes / 2**20:,.1f} MiB"),
-        ("weights on disk, packed", f"{facts.packed_bytes / 2**20:,.1f} MiB, {ratio}"),
-        ("time", escaped(seconds)),
-        ("peak memory", f"{report.peak_memory / 2**30:.2f} GiB"),
-        ("versions", escaped(", ".join(f"{name} {version}" for name, version in report.versions.items()))),
-    ]
 
 
 def _short(value: float) -> str:

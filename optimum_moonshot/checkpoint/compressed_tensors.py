@@ -8,25 +8,21 @@ layers that are dense.
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import naming, require
-from ..files import UNFINISHED, read_json
 from ..model.experts import expert_parameters
 from ..objective.grid import Grid
 from ..objective.row_slices import CPU_BYTES, slices_within
 from ..packing import Quantized
-from .packed_files import pruned_layers
-from .weight_files import EXPLICIT, EXPORT, Tensors, index_path, read_config, sort_metadata, weight_files, write_json
+from .packed_files import pruned_layers, rewrite
+from .weight_files import EXPORT, Checkpoint, Layers, Tensors, read_header
 from .weight_names import merged_weights, parameter_names
 
 _BITS = (8, 4)
@@ -69,21 +65,23 @@ class Export:
             MoonshotError: no layer can be packed, or not all experts.
         """
         weights = _weights(model, shapes, grids)
-        reasons = {each.module: each.reason for each in weights.values() if each.grid is not None and each.reason}
-        present = {each.module for each in weights.values()}
+        stored = weights.values()
+        reasons = {weight.module: weight.reason for weight in stored if weight.grid is not None and weight.reason}
+        present = {weight.module for weight in stored}
         tied = (name.removesuffix(_WEIGHT) for name in grids)
         reasons |= {name: "its weight is not stored under its name" for name in tied if name not in present}
-        packed = {name: (each.module, each.grid) for name, each in weights.items() if each.grid and not each.reason}
+        on_grid = {name: weight for name, weight in weights.items() if not weight.reason}
+        packed = {name: (weight.module, weight.grid) for name, weight in on_grid.items() if weight.grid}
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         require(bool(packed), f"no layer can be packed: {listed}", field="format", value=EXPORT, hint='use "packed"')
         sizes: dict[int, list[int]] = {}
         for name, (_, grid) in packed.items():
             sizes.setdefault(grid.bits, [_LARGEST]).extend((grid.group, weights[name].d_in))
-        for each in weights.values():
-            reason = each.reason or ("the model has layers of different bits" if len(sizes) > 1 else "")
-            with naming(each.module):
+        for weight in stored:
+            reason = weight.reason or ("the model has layers of different bits" if len(sizes) > 1 else "")
+            with naming(weight.module):
                 message = f"{reason}; transformers reads experts only if all are packed, like all other layers"
-                require(not (each.expert and reason), message, field="format", value=EXPORT, hint='use "packed"')
+                require(not (weight.expert and reason), message, field="format", value=EXPORT, hint='use "packed"')
         for name, reason in reasons.items():
             _log.warning("%s stays dense: %s", name, reason)
         groups = {bits: math.gcd(*numbers) for bits, numbers in sizes.items()}
@@ -121,7 +119,7 @@ class Export:
     def _group(self, bits: int) -> dict[str, Any]:
         """The scheme of all layers with these bits: of every linear layer if there are no others."""
         layers = [(name, module) for name, (module, grid) in self.packed.items() if grid.bits == bits]
-        names = dict.fromkeys(each.removesuffix(_WEIGHT) for layer in layers for each in layer)
+        names = dict.fromkeys(name.removesuffix(_WEIGHT) for layer in layers for name in layer)
         weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None}
         return {
             "targets": ["Linear"] if len(self.groups) == 1 else list(names),
@@ -180,31 +178,13 @@ def export_files(source: Path, target: Path, model: nn.Module) -> None:
     Raises:
         MoonshotError: as `quantized_grids` and `Export.of`, or for a weight that is no longer on its grid.
     """
-    grids, files, index_file = quantized_grids(model), weight_files(source, False), index_path(source, False)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    grids, checkpoint = quantized_grids(model), Checkpoint(source)
+    shapes = {name: shape for path in checkpoint.files for name, shape in read_header(path).shapes.items()}
     export = Export.of(model, shapes, grids)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for path in files:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {"format": "pt"}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name in tensors.keys() & export.packed.keys():
             tensors |= export.pack(name, tensors.pop(name))
-        partial = target / f"{path.name}{UNFINISHED}"  # the dense file is mapped
-        save_file(tensors, partial, metadata)
-        sort_metadata(partial)
-        os.replace(partial, target / path.name)
-        weight_map |= dict.fromkeys(sorted(tensors), path.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if index_file.exists():
-        index = read_json(index_file)
-        metadata = {**index.get("metadata", {}), "total_size": total}
-        write_json(
-            index_path(target, False), {**index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        )
-    config = {name: value for name, value in read_config(source).items() if name != EXPLICIT}
-    write_json(target / "config.json", {**config, "quantization_config": export.config_entry()})
+        return tensors, layers
+
+    rewrite(checkpoint, target, change, packed=False, entry=export.config_entry())

@@ -11,10 +11,10 @@ from .card import Facts, write_card
 from .compressed_tensors import export_files
 from .file_integrity import check_files, check_no_other_weights
 from .hub import HUB_OPTIONS, local_folder
-from .meta_model import checkpoint_meta_model
 from .packed_files import FORMATS, pack_files, unpack_files
+from .pretrained import checkpoint_meta_model
 from .side_files import copy_side_files
-from .weight_files import EXPORT, stored_format
+from .weight_files import EXPORT, Checkpoint
 
 
 def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
@@ -36,12 +36,12 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
     check_path("output", output)
     hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
     folder = local_folder(source, whole=True, **hub)
-    stored = stored_format(folder)
-    packed = stored == "packed"
+    checkpoint = Checkpoint(folder)
+    stored, packed = checkpoint.format, checkpoint.packed
     require(stored != format, f"{source} is a {format} checkpoint already")
     require(stored != EXPORT, f"{source} is a {EXPORT} checkpoint", hint="convert the dense or the packed one instead")
-    check_files(folder, packed)
-    check_no_other_weights(folder, packed)
+    check_files(checkpoint)
+    check_no_other_weights(checkpoint)
     model = None if packed else checkpoint_meta_model(folder, **loading)
     with staged("output", output) as staging:
         copy_side_files(folder, staging)

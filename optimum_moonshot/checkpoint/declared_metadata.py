@@ -18,10 +18,10 @@ from ..objective.allocation_rules import PatternRules
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord
 from .card import read_entry
-from .meta_model import checkpoint_meta_model
 from .packed_files import pruned_layers
+from .pretrained import checkpoint_meta_model
 from .stored_weights import Zeros
-from .weight_files import read_config
+from .weight_files import Checkpoint
 from .weight_names import Conversion, conversions, loaded_into
 
 CONFIG, CARD = "config.json", "README.md"
@@ -43,14 +43,9 @@ class Declaration:
 
     def line(self) -> str:
         """One line of text."""
-        parts = [
-            self.format,
-            self.pattern,
-            self.bits,
-            None if self.sparsity is None else f"sparsity {self.sparsity:.4f}",
-        ]
-        parts += ["compacted"] if self.compacted else []
-        return f"{self.source}: {', '.join(part for part in parts if part is not None)}"
+        sparsity = None if self.sparsity is None else f"sparsity {self.sparsity:.4f}"
+        facts = (self.format, self.pattern, self.bits, sparsity, "compacted" if self.compacted else None)
+        return f"{self.source}: {', '.join(fact for fact in facts if fact is not None)}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class DeclaredMetadata:
     @property
     def compacted(self) -> bool:
         """Whether the zeros were removed from the model, so that none are declared."""
-        return any(each.compacted for each in self.declarations.values())
+        return any(declaration.compacted for declaration in self.declarations.values())
 
     @property
     def report(self) -> Declaration | None:
@@ -72,9 +67,9 @@ class DeclaredMetadata:
         return self.declarations.get(REPORT_NAME)
 
 
-def read_declared_metadata(folder: Path) -> DeclaredMetadata:
+def read_declared_metadata(checkpoint: Checkpoint) -> DeclaredMetadata:
     """Read the metadata of a folder; `MoonshotError` if its config.json is missing, or not a JSON object."""
-    entry, record, damaged = read_config(folder).get(KEY), None, []
+    folder, entry, record, damaged = checkpoint.folder, checkpoint.config.get(KEY), None, []
     declarations: dict[str, Declaration] = {}
 
     def read(source: str, reading: Callable[[], Declaration | None]) -> None:
@@ -109,7 +104,8 @@ def _of_record(record: PruningRecord) -> Declaration:
 
 def _of_report(report: PruneReport) -> Declaration:
     config = report.config
-    settings = (config["pattern"], config.get("sparsity"), config.get("group_size", 1), config.get("allocation"))
+    targets = {layer.name: layer.target_sparsity for layer in report.layers if layer.target_sparsity is not None}
+    settings = (config["pattern"], config.get("sparsity"), config.get("group_size", 1))
     for layer in report.layers:
         check_number(f"sparsity of {layer.name}", layer.sparsity)
         require(len(layer.shape) == 2 and min(layer.shape) > 0, f"shape of {layer.name}: {layer.shape}")
@@ -117,11 +113,7 @@ def _of_report(report: PruneReport) -> Declaration:
         REPORT_NAME,
         _pattern_name(config),
         report.sparsity if report.layers else None,
-        PatternRules.parse(
-            *settings[:3],
-            settings[3] or "uniform",
-            {layer.name: layer.target_sparsity for layer in report.layers if layer.target_sparsity is not None},
-        ),
+        PatternRules.parse(*settings, config.get("allocation") or "uniform", targets),
         {layer.name: layer.sparsity for layer in report.layers},
         {layer.name: layer.shape for layer in report.layers},
         compacted=report.compaction is not None,
@@ -160,7 +152,8 @@ class WeightLocations:
         """The stored weights, each alone or with those that transformers converts together with it."""
         apart = {weight for conversion in self.converted for weight, _ in conversion.sources}
         yield from (((weight,), None) for weight in weights if weight not in apart)
-        yield from ((tuple(weight for weight, _ in each.sources), each) for each in self.converted)
+        for conversion in self.converted:
+            yield tuple(weight for weight, _ in conversion.sources), conversion
 
     def layer_of(self, weight: str, conversion: Conversion | None) -> str | None:
         """The layer of a stored weight, the first of several; None if it is not pruned."""

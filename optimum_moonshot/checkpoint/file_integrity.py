@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,20 +11,19 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ..errors import MoonshotError, naming, require
 from ..packing import weight_of
 from .weight_files import (
     EXPLICIT,
+    Checkpoint,
     Description,
+    StoredTensors,
     kind,
     layer_of,
-    read_config,
     read_header,
-    read_weight_map,
     tensor_digest,
-    weight_files,
 )
 
 _SWITCH = "MOONSHOT_VERIFY"
@@ -61,48 +60,48 @@ def checksums_wanted() -> bool:
     return value == "1"
 
 
-def check_no_other_weights(folder: Path, packed: bool) -> None:
-    """Raise `MoonshotError` if transformers would load other files of a folder than those that `check_files` checks.
+def check_no_other_weights(checkpoint: Checkpoint) -> None:
+    """Raise `MoonshotError` if transformers would load other files than those that `check_files` checks.
 
     These are an adapter, a distributed checkpoint, or a file that config.json of an unpacked checkpoint names.
     """
-    for path in sorted(folder.iterdir()):
+    for path in sorted(checkpoint.folder.iterdir()):
         other = path.name == "adapter_config.json" or _DISTRIBUTED.match(path.name)
         require(not other, f"{path}: transformers would load it too, unverified", hint="move it to another folder")
-    explicit = read_config(folder).get(EXPLICIT)
-    if explicit is not None and not packed:
-        raise MoonshotError(f"{folder}: config.json names {EXPLICIT}={short(explicit)}", hint="remove this entry")
+    explicit = checkpoint.config.get(EXPLICIT)
+    if explicit is not None and not checkpoint.packed:
+        message = f"{checkpoint.folder}: config.json names {EXPLICIT}={short(explicit)}"
+        raise MoonshotError(message, hint="remove this entry")
 
 
-def check_files(folder: Path, packed: bool, checksums: bool = True) -> list[Path]:
-    """Check that no weight file is truncated or missing, and every byte of a packed checkpoint; return the files.
+def check_files(checkpoint: Checkpoint, checksums: bool = True) -> None:
+    """Check that no weight file is truncated or missing, and every byte of a packed checkpoint.
 
     Without `checksums`, the tensors' bytes are not compared. `MoonshotError` names the layer that is damaged, truncated
     or missing, and its file.
     """
-    files, files_by_name = weight_files(folder, packed), dict[str, str]()
+    files, files_by_name = checkpoint.files, dict[str, str]()
     for path in files:
-        metadata, names = read_header(path)
+        header = read_header(path)
         with _in_file(path):
-            description = Description.read(metadata)
-            if not packed:
+            description = Description.read(header.metadata)
+            if not checkpoint.packed:
                 require(description is None, "it contains packed weights, but config.json has no quantization_config")
-                with safe_open(path, "pt"):  # safetensors' own checks of the header
+                with StoredTensors([path]):  # safetensors' own checks of the header
                     pass
             elif description is None:
                 raise MoonshotError("its metadata has no description of its tensors")
             else:
-                _check_packed(path, names, description, checksums)
+                _check_packed(path, header.shapes.keys(), description, checksums)
                 complete = description.files == len(files)
                 require(complete, f"it is one of {description.files} files, the index names {len(files)}")
-        files_by_name |= dict.fromkeys(names, path.relative_to(folder).as_posix())
-    weight_map = read_weight_map(folder, packed)
+        files_by_name |= dict.fromkeys(header.shapes, path.relative_to(checkpoint.folder).as_posix())
+    weight_map = checkpoint.weight_map
     _require_none(weight_map.keys() - files_by_name.keys(), "is named by the index and in no file")
-    if packed:
+    if checkpoint.packed:
         _require_none(files_by_name.keys() - weight_map.keys(), "is in a file and not in the index")
         moved = (name for name, file in files_by_name.items() if weight_map[name] != file)
         _require_none(moved, "is in another file than the index says")
-    return files
 
 
 def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: Iterable[Any] = ()) -> None:
@@ -117,7 +116,7 @@ def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: I
     require(not other, f"{layer_of((other or [''])[0])}: its shape in the files is not the one of config.json")
 
 
-def _check_packed(path: Path, names: frozenset[str], description: Description, checksums: bool) -> None:
+def _check_packed(path: Path, names: Set[str], description: Description, checksums: bool) -> None:
     """Check one file of a packed checkpoint."""
     layers = description.layers
     expected = description.digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
@@ -125,8 +124,8 @@ def _check_packed(path: Path, names: frozenset[str], description: Description, c
     _require_none(names - description.digests.keys(), "has no checksum in the file's metadata")
     packed = {name for name in names if weight_of(name) != name and weight_of(name).endswith("weight")}
     _require_none((name for name in packed if weight_of(name) not in layers), "has no entry in the file's metadata")
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in sorted(names)}
+    with StoredTensors([path]) as stored:
+        tensors = {name: stored[name] for name in sorted(names)}
         for name, tensor in tensors.items():
             written = description.stored.get(name)
             with naming(layer_of(name)):

@@ -1,5 +1,6 @@
 """Pack and unpack the pruned layers of a model in memory, and save a model with packed layers."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.sparse import SparseSemiStructuredTensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
@@ -19,61 +19,55 @@ from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
 from ..model.offload import offloaded_from
-from ..packing import INPUTS, PackedLayer
+from ..packing import INPUTS, PackedLayer, Verdict
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 from ..runtime.packed_module import PackedMatrix, PackedModule
-from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
-from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .packed_files import FORMATS, pruned_layers, save_streamed
-from .quantization_config import MoonshotPrunedCheckpoint
-from .reload_check import check_reloads
+from .packed_files import FORMATS, check_reloads, pruned_layers, save_streamed
+from .quantization_config import RUNTIMES, MoonshotPrunedCheckpoint
 
+PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 _WEIGHT = "weight"
+_log = logging.getLogger(__name__)
 
 
-def to_runtime(
-    model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1), inputs: str = INPUTS[0]
-) -> dict[str, str]:
-    """Change how the pruned layers of a `PreTrainedModel` are held in memory, in place, as `MoonshotPruner.to_runtime`.
+def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0]) -> dict[str, str]:
+    """Pack or unpack the pruned layers of a `PreTrainedModel` in memory, in place, like `MoonshotPruner.to_runtime`.
 
     If a layer is no longer n:m, or no longer on its grid, `MoonshotError` names it, and all layers are dense.
     """
-    check_runtime(runtime)
+    check_choice("runtime", runtime, RUNTIMES)
     check_choice("inputs", inputs, INPUTS)
-    check_batch_shape(batch_shape)
     if not isinstance(model, PreTrainedModel):
         raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
-    _unsparse(model)
     with _dense_shapes(model):
         layers = pruned_layers(model)
-    if runtime in ("packed", "auto"):
+    if runtime != "dense":
         return _pack(model, runtime, layers, inputs)
     _unpack_all(model)
-    chosen = note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
-    return chosen if runtime == "dense" else use_semi_structured(model, batch_shape, layers)
+    return set_runtime(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
 
 
-def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
+def set_runtime(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
     """Store the runtime of the layers as `model.moonshot_runtime`; with packed ones, the model counts as quantized."""
     vars(model)["moonshot_runtime"] = chosen
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, PackedQuantizer):
         quantizer.remove_quantization_config(model)
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            packed = is_packed(part)
-            vars(part)["is_quantized"] = packed
-            part.config.__dict__.pop("_is_quantized", None)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            packed = is_packed(module)
+            vars(module)["is_quantized"] = packed
+            module.config.__dict__.pop("_is_quantized", None)
             for name in ("save_pretrained", "num_parameters"):
-                if getattr(vars(part).get(name), "func", None) in (save_packed, _save_whole, _num_parameters):
-                    del vars(part)[name]
+                if getattr(vars(module).get(name), "func", None) in (save_packed, _refuse_save, _num_parameters):
+                    del vars(module)[name]
             if packed:
-                part.config.__dict__["_is_quantized"] = True
+                module.config.__dict__["_is_quantized"] = True
                 # A partial is copied and pickled with its model; a bound method would refer to the original.
-                vars(part)["save_pretrained"] = partial(save_packed if part is model else _save_whole, part)
-                vars(part)["num_parameters"] = partial(_num_parameters, part)
+                vars(module)["save_pretrained"] = partial(save_packed if module is model else _refuse_save, module)
+                vars(module)["num_parameters"] = partial(_num_parameters, module)
     if is_packed(model):
         PackedQuantizer(MoonshotPrunedCheckpoint("packed")).attach(model)
     return chosen
@@ -86,14 +80,14 @@ class PackedQuantizer(HfQuantizer):
     """
 
     def attach(self, model: Any) -> None:
-        """As transformers does for the quantizer of `from_pretrained`."""
+        """Attach to a model, as transformers does in `from_pretrained`."""
         model.hf_quantizer, model.quantization_method = self, self.quantization_config.quant_method
         model.config.quantization_config = self.quantization_config
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Unpack all layers, in place, also below adapters of PEFT."""
         _unpack_all(model)
-        note(model, dict.fromkeys(model.moonshot_runtime, f"{DENSE}requested"))
+        set_runtime(model, dict.fromkeys(model.moonshot_runtime, f"{DENSE}requested"))
         return model if dtype is None else model.to(dtype)
 
     def is_serializable(self) -> bool:
@@ -120,8 +114,8 @@ def is_packed(model: nn.Module) -> bool:
     return any(isinstance(module, PackedModule) for module in model.modules())
 
 
-def obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
-    """The reason why a weight of a module, `shared` with other modules or not, cannot be packed in memory, if any."""
+def packing_obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
+    """The reason why a weight of a module, which may be `shared` with others, cannot be packed in memory, if any."""
     if shared:
         return "tied to another weight"
     adapter = find_layer(module)
@@ -134,7 +128,59 @@ def obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
     return "accelerate moves it in every call" if hasattr(module, "_hf_hook") else None
 
 
-def matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer]:
+def packing_verdict(
+    runtime: str,
+    module: nn.Module,
+    layer: PackedLayer,
+    packed_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: str,
+) -> Verdict:
+    """Whether a weight that can be packed is packed: always, or for "auto" if one row of inputs takes less time so.
+
+    `packed_bytes`, `dtype` and `device` are those of the weight of the module in memory.
+    """
+    if runtime == "packed":
+        return Verdict(True, "requested")
+    count, single = _matrices_of(module, layer)
+    (d_out, d_in), codec = single.matrix, single.codec.with_inputs(inputs)
+    ratio = packed_bytes // count / (d_out * d_in * dtype.itemsize)
+    return codec.decoding(single.matrix, single.nm, ratio, dtype, device)
+
+
+def runtime_entry(verdict: Verdict) -> str:
+    """A layer's entry in `model.moonshot_runtime`."""
+    return (PACKED if verdict.faster else DENSE) + verdict.why
+
+
+def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
+    """Log the choices of "auto" and their reasons in one line.
+
+    `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are those of the packed weights and of
+    the same weights, dense.
+    """
+    if runtime != "auto":
+        return
+    packed, dense = (
+        Counter(entry.removeprefix(prefix) for entry in chosen.values() if entry.startswith(prefix))
+        for prefix in (PACKED, DENSE)
+    )
+    sizes = f", {packed_bytes / 2**20:.1f} MiB in place of {dense_bytes / 2**20:.1f}"
+    of = f" of {len(chosen)} layers"
+    texts = [f"packed: {packed.total()}{of}{sizes} {_reasons(packed)}"] if packed else []
+    if dense or not packed:
+        texts.append(f"dense: {dense.total()}{'' if packed else of} {_reasons(dense)}")
+    _log.warning("runtime='auto': %s", "; ".join(texts))
+
+
+def _reasons(counts: Counter[str]) -> str:
+    """The reasons, the most frequent first."""
+    several = len(counts) > 1
+    return f"({', '.join(f'{count} {why}' if several else why for why, count in counts.most_common())})"
+
+
+def _matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer]:
     """The number of matrices of a weight that can be packed in memory, and the entry of one."""
     if find_layer(module) is not None or isinstance(module, PackedLinear):
         return 1, layer
@@ -144,7 +190,7 @@ def matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer
 def save_packed(
     model: PreTrainedModel, save_directory: str | os.PathLike[str], *, format: str = "packed", **options: Any
 ) -> None:
-    """Replaces `save_pretrained` of a model with packed layers, of which one decoder layer at a time is unpacked."""
+    """Replaces `save_pretrained` of a model with packed layers; unpacks one decoder layer at a time."""
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers saves the adapters alone
         return type(model).save_pretrained(model, save_directory, **options)
     check_choice("format", format, FORMATS)
@@ -158,34 +204,27 @@ def save_packed(
         check_reloads(model, staging)
 
 
-def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
+def _refuse_save(module: nn.Module, *args: Any, **options: Any) -> None:
     """Replaces `save_pretrained` of a part of a packed model, which no class could load again."""
     raise MoonshotError(
-        f"save_pretrained: {type(part).__name__} is a part of a model that is packed in memory",
+        f"save_pretrained: {type(module).__name__} is a part of a model that is packed in memory",
         hint='save the whole model, or call pruner.to_runtime("dense") first',
     )
 
 
 @contextmanager
 def to_save(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is dense, and its packed layers count as offloaded: visits unpack them.
-
-    So one decoder layer at a time is dense; torch's 2:4 tensors become dense all at once.
-    """
-    packed, sparse = _packed_layers(model), _sparse_weights(model)
-    chosen = getattr(model, "moonshot_runtime", {})
+    """Inside the block the model is dense: its packed layers count as offloaded, so that visits unpack them in turn."""
+    packed, chosen = _packed_layers(model), getattr(model, "moonshot_runtime", {})
     sources = {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}
     try:
-        _unsparse(model)
         with _dense_shapes(model), offloaded_from(model, sources):
             if packed:
-                note(model, chosen)
+                set_runtime(model, chosen)
             yield
     finally:
-        for module, weight in sparse:
-            module.weight = weight
         if packed:
-            note(model, chosen)
+            set_runtime(model, chosen)
 
 
 class _Unpacked(Mapping[str, Tensor]):
@@ -238,50 +277,49 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], 
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
             with naming(path):
-                chosen[path] = _hold(model, name, layer, runtime, name in shared, inputs)
+                chosen[path] = _pack_or_unpack(model, name, layer, runtime, name in shared, inputs)
     except BaseException:
         _unpack_all(model)
-        note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
+        set_runtime(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
         raise
     trim_host_memory()
     packed = _packed_layers(model).values()
     sizes = sum(module.packed_bytes for module in packed), sum(module.dense_bytes for module in packed)
     log_choices(runtime, chosen, *sizes)
-    return note(model, chosen)
+    return set_runtime(model, chosen)
 
 
-def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
+def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
     """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, PackedModule) and key in module.packed:
-        count, single = matrices_of(module, layer)
         parts = module.parts_of(key)
-        sizes = total_bytes(parts) // count, module.dtype_of(key), next(iter(parts.values())).device
-        verdict = packing_verdict(runtime, single, *sizes, inputs)
+        packed_bytes, device = sum(part.nbytes for part in parts.values()), next(iter(parts.values())).device
+        verdict = packing_verdict(runtime, module, layer, packed_bytes, module.dtype_of(key), device, inputs)
         module.packed[key] = PackedMatrix(layer.codec.with_inputs(inputs), module.packed[key].shape)
         if not verdict.faster:
             _unpack(model, path, module, key)
         return runtime_entry(verdict)
-    why = obstacle(module, layer, shared)
+    why = packing_obstacle(module, layer, shared)
     if why is not None:
         return DENSE + why
-    count, single = matrices_of(module, layer)
+    _, single = _matrices_of(module, layer)
     weight = module.get_parameter(key).detach()
-    matrices = [single.as_matrix(each) for each in ([weight] if single is layer else weight)]
+    matrices = [single.as_matrix(tensor) for tensor in ([weight] if single is layer else weight)]
     packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
-    verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, weight.device, inputs)
+    verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, weight.device, inputs)
     if verdict.faster:
         packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
         stacked = layer.codec.stack(packed, [single.matrix] * len(packed))
         parts = {suffix: part.to(weight.device) for suffix, part in stacked.items()}
-        hold_packed(model, name, layer, parts, inputs)
+        register_packed(model, name, layer, parts, inputs)
     return runtime_entry(verdict)
 
 
-def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
+def register_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
     """Replace a weight of a module by packed tensors, perhaps empty ones, and release its dense tensor.
 
     The module is a Linear, a Conv1D or one of experts, of which the weight is the stack of the matrices of all experts.
@@ -290,7 +328,7 @@ def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, i
     codec = layer.codec.with_inputs(inputs)
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    count, single = matrices_of(module, layer)
+    count, single = _matrices_of(module, layer)
     if find_layer(module) is not None:
         bias = module._parameters.get("bias")
         packed: PackedModule = PackedLinear(codec, layer.matrix, parts, bias, module, layer.nm)
@@ -299,7 +337,7 @@ def hold_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, i
     if not isinstance(module, PackedMixture):
         module = PackedMixture(module)
         model.set_submodule(path, module)
-    module.hold(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
+    module.register_packed(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
 
 
 def _unpack_all(model: nn.Module) -> None:
@@ -338,14 +376,3 @@ def _dense_weight(dense: nn.Module, packed: PackedModule, key: str) -> Tensor:
     adapter = find_layer(dense)
     assert adapter is not None
     return adapter.as_parameter(packed.matrix_of(key)).contiguous()
-
-
-def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The modules whose weights are torch's 2:4 tensors, with these."""
-    weights = ((module, module._parameters.get(_WEIGHT)) for module in model.modules())
-    return [(module, weight) for module, weight in weights if isinstance(weight, SparseSemiStructuredTensor)]
-
-
-def _unsparse(model: nn.Module) -> None:
-    for module, weight in _sparse_weights(model):
-        module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to_dense(), requires_grad=False)

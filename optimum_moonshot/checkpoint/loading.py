@@ -1,4 +1,4 @@
-"""Load a pruned checkpoint after integrity checks: dense, packed in memory, or as torch's 2:4 tensors."""
+"""Load a pruned checkpoint after integrity checks, dense or packed in memory."""
 
 import os
 from collections import Counter
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ..config import MoonshotConfig
@@ -15,13 +14,12 @@ from ..model.source_files import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from ..runtime.runtime_selection import check_runtime
-from ..runtime.semi_structured import check_batch_shape
 from .file_integrity import Request, check_complete, check_files, check_no_other_weights, requested
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
-from .meta_model import model_class, read_model_config
-from .weight_files import EXPORT, stored_format
+from .pretrained import model_class, read_model_config
+from .quantization_config import RUNTIMES
+from .weight_files import EXPORT, Checkpoint
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something else than a model.
@@ -35,7 +33,6 @@ def load_pruned(
     name_or_path: str | os.PathLike[str],
     runtime: str = "dense",
     *,
-    batch_shape: tuple[int, int] = (1, 1),
     inputs: str = INPUTS[0],
     **model_kwargs: Any,
 ) -> nn.Module:
@@ -45,9 +42,7 @@ def load_pruned(
         name_or_path: a local folder or a Hub repository.
         runtime: "dense" unpacks the weights, which can be trained. "auto" is for inference: the layers that this device
             multiplies faster packed while decoding remain packed in memory; a log message lists them with the reason.
-            "packed" keeps all possible layers packed. "semi_structured" converts 2:4 layers to torch's 2:4 tensors on a
-            GPU, each only if its forward pass measures faster than dense. A dense checkpoint is packed after loading.
-        batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
+            "packed" keeps all possible layers packed. A dense checkpoint is packed after loading.
         inputs: of products with weights of integer codes that stay packed. "int8" rounds them to 8 bits per row and
             group of weights, where this processor multiplies integers; "float" never rounds them.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
@@ -60,35 +55,28 @@ def load_pruned(
             match; a checkpoint that is not pruned.
     """
     check_path("name_or_path", name_or_path)
-    check_runtime(runtime)
-    check_batch_shape(batch_shape)
+    check_choice("runtime", runtime, RUNTIMES)
     check_choice("inputs", inputs, INPUTS)
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
-    stored = stored_format(folder)
+    checkpoint = Checkpoint(folder)
+    supported = checkpoint.format != EXPORT or runtime == "dense"
     hint = 'use runtime="dense", or give the dense or the packed checkpoint'
-    require(
-        stored != EXPORT or runtime == "dense",
-        f"not for a {EXPORT} checkpoint",
-        field="runtime",
-        value=runtime,
-        hint=hint,
-    )
-    packed = stored == "packed"
-    files = check_files(folder, packed)
-    check_no_other_weights(folder, packed)
+    require(supported, f"not for a {EXPORT} checkpoint", field="runtime", value=runtime, hint=hint)
+    check_files(checkpoint)
+    check_no_other_weights(checkpoint)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    with requested(Request(runtime, frozenset(map(os.path.abspath, files)), inputs)):
+    with requested(Request(runtime, frozenset(map(os.path.abspath, checkpoint.files)), inputs)):
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     guard_source(model)
-    if not packed:
-        _check_zeros(folder, files, model)
-    if runtime == "semi_structured" or (not packed and runtime != "dense"):
-        to_runtime(model, runtime, batch_shape, inputs)
+    if not checkpoint.packed:
+        _check_zeros(checkpoint, model)
+        if runtime != "dense":
+            to_runtime(model, runtime, inputs)
     return model
 
 
@@ -112,27 +100,27 @@ def _load(cls: type[Any], folder: Path, **options: Any) -> tuple[nn.Module, dict
         raise MoonshotError(message) from error
 
 
-def _check_zeros(folder: Path, files: list[Path], model: nn.Module) -> None:
+def _check_zeros(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than in its report.
 
     There is nothing to compare without a report, or after compaction.
     """
-    if not (folder / REPORT_NAME).is_file():
+    path = checkpoint.folder / REPORT_NAME
+    if not path.is_file():
         return
-    report = PruneReport.load(folder)
+    report = PruneReport.load(checkpoint.folder)
     layers = () if report.compaction else report.layers
     try:
         zeros = {layer.name: round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
     except (TypeError, ValueError, IndexError, OverflowError) as error:
-        raise MoonshotError(f"{folder / REPORT_NAME} is damaged: {error}") from None
+        raise MoonshotError(f"{path} is damaged: {error}") from None
     zeros |= {f"{name}.weight": count for name, count in zeros.items()}  # a layer, or fused experts
     counted = Counter[str]()
-    for path in files if zeros else ():
-        with safe_open(path, "pt") as file:
-            for stored, name in loaded_into(model, file.keys()).items():
-                if name in zeros:
-                    weight = file.get_tensor(stored)
-                    counted[name] += weight.numel() - int(torch.count_nonzero(weight))
+    with checkpoint.open() as tensors:
+        for stored, name in loaded_into(model, tensors).items() if zeros else ():
+            if name in zeros:
+                weight = tensors[stored]
+                counted[name] += weight.numel() - int(torch.count_nonzero(weight))
     for name, count in counted.items():
         with naming(name):
             require(count >= zeros[name], f"it has {count} zeros, its report says {zeros[name]}")

@@ -19,16 +19,16 @@ from .packed_files import pruned_layers
 
 @contextmanager
 def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterator[PruneReport]:
-    """The report as the weights are; inside the block, the model's configuration declares the same.
+    """The report, corrected for the current weights; inside the block, the model's configuration declares the same.
 
-    A layer that has left its grid is not quantized, one with fewer zeros than reported has its actual sparsity; a note
-    names them. A layer that is no longer n:m keeps its zeros in the report, by which `load_pruned` refuses it. With a
-    compaction, no zeros are declared.
+    A layer that is no longer on its grid counts as not quantized, and one with fewer zeros than reported has its
+    current sparsity; a note names them. A layer that is no longer n:m is reported unchanged, so that `load_pruned`
+    refuses it. After a compaction, no zeros are declared.
 
     Args:
         model: a pruned `PreTrainedModel`.
         report: of its run.
-        grids: whether to compare with grids; packing does so itself, and refuses layers that have left theirs.
+        grids: whether to compare with grids; packing does so itself, and refuses layers that are not on theirs.
     """
     before = PruningRecord.require_of(model)
     off, zeros = ([], {}) if report.compaction else _changed(model, report, grids)
@@ -53,7 +53,7 @@ def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterat
 
 
 def _changed(model: Any, report: PruneReport, grids: bool) -> tuple[list[str], dict[str, float]]:
-    """The layers that have left their grid, and the sparsity of those with fewer zeros than reported."""
+    """The layers that are no longer on their grid, and the sparsity of layers with fewer zeros than reported."""
     entries = pruned_layers(model)
     layers = {key: layer for layer in report.layers for key in (f"{layer.name}.weight", layer.name) if key in entries}
     off, zeros = list[str](), dict[str, float]()

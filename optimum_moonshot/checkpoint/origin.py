@@ -8,38 +8,27 @@ programs predict several tokens with them.
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from ..errors import MoonshotError, require
-from ..files import read_json
 from ..reports.prune_report import PruneReport
 from ..rotate.report import RotationReport
-from .weight_files import (
-    Tensors,
-    index_path,
-    is_packed_checkpoint,
-    new_names,
-    read_config,
-    read_header,
-    read_weight_map,
-    tensor_bytes,
-    weight_files,
-    write_json,
-)
+from .weight_files import Checkpoint, StoredTensors, new_names, read_header, read_tensors, write_json
 from .weight_names import target_names
 
 _SOURCE = "_moonshot_source"  # attribute of a model: its `Source`
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_PROMISE = re.compile(r"(nextn|mtp)\w*_layers$")  # fields of config.json that count layers for multi-token prediction
+# Fields of config.json with the number of layers for multi-token prediction.
+_PREDICTION_LAYERS = re.compile(r"(nextn|mtp)\w*_layers$")
 _log = logging.getLogger(__name__)
 
 
@@ -65,13 +54,10 @@ class Origin:
         undone = f"the weights were dequantized ({self.dequantized}) while the model was loaded; it is saved without"
         return [f"{undone} quantization_config"] if self.dequantized else []
 
-    def parts(
+    def to_copy(
         self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None = None
-    ) -> list[Callable[[], Tensors]]:
-        """Functions that read the unloaded weights file by file, to save them too; none where they fit no longer.
-
-        Either is noted in the report.
-        """
+    ) -> dict[Path, list[str]]:
+        """The unloaded weights to save with the model, by file; none if they do not fit it. The report notes which."""
         obstacle = self._obstacle(model, report, variant) if self.unloaded else ""
         entries = report.skipped if isinstance(report, PruneReport) else report.refused
         fate = f"not saved: {obstacle}" if obstacle else "saved as it was"
@@ -79,7 +65,7 @@ class Origin:
         entries.update(dict.fromkeys(groups, f"transformers does not load it; {fate}"))
         if obstacle:
             _log.warning("not in the saved checkpoint: %s (%s)", ", ".join(groups), obstacle)
-        return [] if obstacle else [_reader(path, names) for path, names in self.unloaded.items()]
+        return {} if obstacle else self.unloaded
 
     def _obstacle(self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None) -> str:
         if not self.whole:
@@ -93,38 +79,39 @@ class Origin:
             return "a checkpoint with a variant has no place for it"
         try:
             for path, names in self.unloaded.items():
-                with safe_open(path, "pt") as file:
-                    if any(file.get_slice(name).get_dtype() not in _FLOATS for name in names):
+                with StoredTensors([path]) as stored:
+                    if any(stored.dtype(name) not in _FLOATS for name in names):
                         return "it is quantized, unlike the saved model"
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError, MoonshotError, KeyError):
             return f"{path} has changed since the model was loaded"
         return ""
 
-    def withdraw_promise(self, folder: Path) -> None:
-        """Set the numbers of layers for multi-token prediction in config.json, also in nested parts, to 0."""
 
-        def without(values: dict[str, Any]) -> dict[str, Any]:
-            zero = {name: 0 for name, value in values.items() if type(value) is int and _PROMISE.search(name)}
-            nested = {name: without(value) for name, value in values.items() if isinstance(value, dict)}
-            return {**values, **nested, **zero}
+def clear_prediction_layers(folder: Path) -> None:
+    """Declare in config.json, also in nested configurations, that there are no layers for multi-token prediction."""
 
-        write_json(folder / "config.json", without(read_config(folder)))
+    def cleared(values: dict[str, Any]) -> dict[str, Any]:
+        zero = {name: 0 for name, value in values.items() if type(value) is int and _PREDICTION_LAYERS.search(name)}
+        nested = {name: cleared(value) for name, value in values.items() if isinstance(value, dict)}
+        return {**values, **nested, **zero}
+
+    write_json(folder / "config.json", cleared(Checkpoint(folder).config))
 
 
 def take_over(model: nn.Module) -> Origin:
-    """The origin of a model that was just loaded; a dequantized one becomes ordinary, so that it can be saved.
+    """The origin of a model that was just loaded; a quantizer that dequantized its weights is detached from it.
 
     Raises:
-        MoonshotError: it has weights of a quantizer that cannot save them.
+        MoonshotError: its weights are quantized, and the quantizer cannot save them.
     """
     if not isinstance(model, PreTrainedModel):
         return Origin()
-    method, patterns = _leave_quantizer(model), model._keys_to_ignore_on_load_unexpected
+    method, patterns = _detach_quantizer(model), model._keys_to_ignore_on_load_unexpected
     folder = _folder(source_of(model)) if patterns else None
     unloaded = {} if folder is None else _unloaded(model, folder, patterns or ())
     if folder is None or not unloaded:
         return Origin(method)
-    names = read_config(folder).get("architectures")
+    names = Checkpoint(folder).config.get("architectures")
     whole = not isinstance(names, list) or type(model).__name__ in names
     return Origin(method, unloaded, whole, _shapes(model))
 
@@ -135,20 +122,21 @@ def remember_source(model: nn.Module, source: Source) -> None:
 
 
 def source_of(model: nn.Module) -> Source:
-    """Where a model was loaded from, by a call of this package or another; a name of "" or None if it is unknown."""
+    """Where a model was loaded from, by this package or by transformers; the name is "" or None if unknown."""
     commit = getattr(getattr(model, "config", None), "_commit_hash", None)
     known: Source | None = vars(model).get(_SOURCE)
     return known or Source(getattr(model, "name_or_path", ""), {"revision": commit})
 
 
-def _leave_quantizer(model: PreTrainedModel) -> str:
-    """Detach what a quantizer that has dequantized the weights left behind, and return its method; "" without one.
+def _detach_quantizer(model: PreTrainedModel) -> str:
+    """Detach the quantizer that has dequantized the weights, and return its method; "" if there is none.
 
-    These are entries of the configuration, and conversions that would quantize the weights while saving.
+    Its entries in the configuration go too, and its conversions, which would quantize the weights while saving.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None:
-        steps = (step for each in getattr(model, "_weight_conversions", None) or () for step in _operations(each))
+        conversions: Iterable[Any] = getattr(model, "_weight_conversions", None) or ()
+        steps = (step for conversion in conversions for step in getattr(conversion, "operations", None) or ())
         quantizer = next((step.hf_quantizer for step in steps if getattr(step, "hf_quantizer", None)), None)
         if quantizer is None:
             return ""
@@ -158,18 +146,14 @@ def _leave_quantizer(model: PreTrainedModel) -> str:
         require(quantizer.is_serializable(), message, field="model", hint=f"{hint}, or prune the original model")
         return ""
     vars(model)["_weight_conversions"] = None  # transformers then saves in the format of the class
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
             for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-                vars(part).pop(name, None)
-            for config in (part.config, part.config.get_text_config()):
+                vars(module).pop(name, None)
+            for config in (module.config, module.config.get_text_config()):
                 for name in ("quantization_config", "_is_quantized"):
                     vars(config).pop(name, None)
     return _method(quantizer)
-
-
-def _operations(conversion: Any) -> Iterator[Any]:
-    yield from getattr(conversion, "operations", None) or ()
 
 
 def _method(quantizer: Any) -> str:
@@ -178,12 +162,12 @@ def _method(quantizer: Any) -> str:
 
 
 def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> dict[Path, list[str]]:
-    """The weights in the files of a model that its class expects there, by these patterns, and has no modules for.
+    """The weights that match the class's patterns of names to ignore, and for which the model has no module.
 
-    Others that match, such as GPT-NeoX's `attention.bias`, are former buffers of a module.
+    Other names that match, such as GPT-NeoX's `attention.bias`, were buffers of a module.
     """
     try:
-        files = _files_of_weights(folder)
+        files = Checkpoint(folder).tensor_files()
     except (MoonshotError, OSError):  # weights in another format
         return {}
     ignored, modules = re.compile("|".join(f"({pattern})" for pattern in patterns)), dict(model.named_modules())
@@ -194,17 +178,8 @@ def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> 
     return unloaded
 
 
-def _files_of_weights(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a checkpoint."""
-    packed = is_packed_checkpoint(folder)
-    files, weight_map = weight_files(folder, packed), read_weight_map(folder, packed)
-    if weight_map:
-        return {name: folder / file for name, file in weight_map.items()}
-    return {name: path for path in files for name in sorted(read_header(path)[1])}
-
-
 def _folder(source: Source) -> Path | None:
-    """The folder of a checkpoint, in the cache for one of the Hub; None if it is neither."""
+    """The folder of a checkpoint, for one of the Hub in the cache; None if there is none."""
     kinds = ("gated_repo", "missing_entries", "connection_errors")
     silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     try:
@@ -224,28 +199,20 @@ def _group(stored: str) -> str:
     return numbered[0] if numbered else stored.partition(".")[0]
 
 
-def _reader(path: Path, names: list[str]) -> Callable[[], Tensors]:
-    def read() -> Tensors:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in names}
-
-    return read
-
-
-def append_files(folder: Path, parts: list[Callable[[], Tensors]]) -> None:
-    """Add weight files to a dense checkpoint, one of them in memory at a time, and write its index."""
-    if not parts:
+def copy_weights(unloaded: Mapping[Path, Sequence[str]], folder: Path) -> None:
+    """Add weights of other files to a dense checkpoint, one file in memory at a time, and write its index."""
+    if not unloaded:
         return
-    files, weight_map = weight_files(folder, False), _files_of_weights(folder)
-    index = {} if not index_path(folder, False).exists() else read_json(index_path(folder, False))
-    names = new_names(len(files) + len(parts), False)
-    renamed = dict(zip(files, names, strict=False))
-    entries = {stored: renamed[path] for stored, path in weight_map.items()}
+    checkpoint = Checkpoint(folder, packed=False)
+    names = new_names(len(checkpoint.files) + len(unloaded), False)
+    renamed = dict(zip(checkpoint.files, names, strict=False))
+    entries = {name: renamed[path] for name, path in checkpoint.tensor_files().items()}
+    metadata = checkpoint.index.get("metadata", {})
     for path, name in renamed.items():
         os.replace(path, folder / name)
-    for part, name in zip(parts, names[len(files) :], strict=True):
-        tensors = part()
+    for (path, stored), name in zip(unloaded.items(), names[len(renamed) :], strict=True):
+        tensors = read_tensors(path, stored)
         save_file(tensors, folder / name, {"format": "pt"})
         entries |= dict.fromkeys(tensors, name)
-    metadata = {**index.get("metadata", {}), "total_size": sum(tensor_bytes(folder / name) for name in names)}
-    write_json(index_path(folder, False), {"metadata": metadata, "weight_map": dict(sorted(entries.items()))})
+    metadata = {**metadata, "total_size": sum(read_header(folder / name).bytes for name in names)}
+    write_json(checkpoint.index_path, {"metadata": metadata, "weight_map": dict(sorted(entries.items()))})

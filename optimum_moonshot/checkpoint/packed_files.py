@@ -1,23 +1,29 @@
-"""Write packed checkpoints: from dense weight files and back, or block by block from a model.
+"""Write packed checkpoints, from dense weight files and back, or block by block from a model, and check new folders.
 
 A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer is replaced by the tensors of its packed
 format (packing/), in files of other names with a description (weight_files.py).
 """
 
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import convert_file_size_to_int
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import logging
 
-from ..errors import MoonshotError, Option, Text, naming, require
-from ..files import read_json
+from ..errors import MoonshotError, Option, Text, naming, reason, require
+from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.offload import tie_again
 from ..objective.grid import Grid
@@ -28,18 +34,18 @@ from ..reports.record import PruningRecord
 from .weight_files import (
     EXPLICIT,
     METHOD,
+    Checkpoint,
     Description,
     Layers,
+    StoredTensors,
     Tensors,
     config_entry,
     described_layers,
     dtype_name,
-    index_path,
-    is_packed_checkpoint,
     new_names,
-    read_config,
+    read_header,
+    read_tensors,
     sort_metadata,
-    weight_files,
     write_json,
 )
 from .weight_names import Target, merged_weights, parameter_names
@@ -48,7 +54,7 @@ FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
 SHARD = "500MB"  # default of `max_shard_size`
 Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]  # tensors and packed layers of a file → the new ones
-Part = list[tuple[Visit, list[str]]]  # the visits of a file, with the names of their weights
+Visits = list[tuple[Visit, list[str]]]  # of one file, with the names of their weights
 
 
 def pruned_layers(model: nn.Module) -> Layers:
@@ -134,7 +140,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     `MoonshotError` names a layer that is not n:m, or no longer on its grid.
     """
     packer = Packer(model)
-    _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
+    rewrite(Checkpoint(source), target, lambda tensors, _: packer.pack(tensors), packed=True)
     packer.check()
 
 
@@ -149,32 +155,35 @@ def unpack_files(source: Path, target: Path) -> None:
                 del tensors[stored]
         return tensors, {}
 
-    _rewrite(source, target, change, packed=False)
+    rewrite(Checkpoint(source), target, change, packed=False)
 
 
-def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
-    """Change the tensors of every weight file, one file in memory at a time, and write the index and config.json."""
-    was_packed = is_packed_checkpoint(source)
-    files, index_file = weight_files(source, was_packed), index_path(source, was_packed)
-    index: dict[str, Any] = {}
-    if index_file.exists():
-        index = read_json(index_file)
-        valid = isinstance(index.get("metadata", {}), dict)
-        require(valid, f"{index_file} is damaged: its metadata is not an object")
-    writer = _Writer(target, len(files), packed)
-    for path in files:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tensors, layers = change(tensors, described_layers(metadata))
-        metadata.pop(METHOD, None)
-        writer.write(tensors, layers, metadata)
-        if path.parent == target:
+def rewrite(
+    source: Checkpoint, target: Path, change: Change, packed: bool, entry: Mapping[str, Any] | None = None
+) -> None:
+    """Change the tensors of every weight file, one file in memory at a time, and write the index and config.json.
+
+    Args:
+        source: the checkpoint to read.
+        target: existing folder; if it is that of the source, its files are replaced.
+        change: from the tensors and the packed layers of a file to the new ones.
+        packed: whether the new files are packed.
+        entry: `quantization_config` of files that are not.
+    """
+    valid = isinstance(source.index.get("metadata", {}), dict)
+    require(valid, f"{source.index_path} is damaged: its metadata is not an object")
+    writer = _Writer(target, len(source.files), packed)
+    for path in source.files:
+        with StoredTensors([path]) as stored:
+            tensors, layers = change(dict(stored), stored.layers)
+            metadata = {key: value for key, value in stored.metadata.items() if key != METHOD} or {"format": "pt"}
+        written = writer.write(tensors, layers, metadata)
+        if path.parent == target and path != written:
             path.unlink()
-    if target == source:
-        index_file.unlink(missing_ok=True)
-    writer.finish(index)
-    _write_config(source, target, packed)
+    if target == source.folder:
+        source.index_path.unlink(missing_ok=True)
+    writer.finish(source.index)
+    _write_config(source, target, config_entry() if packed else entry)
 
 
 class _Writer:
@@ -186,32 +195,38 @@ class _Writer:
         self.weight_map: dict[str, str] = {}
         self.total = 0  # bytes of all tensors
 
-    def write(self, tensors: Tensors, layers: Layers, metadata: dict[str, str]) -> None:
-        """Write the next file, with a description of its `layers` in a packed checkpoint."""
+    def write(self, tensors: Tensors, layers: Layers, metadata: dict[str, str]) -> Path:
+        """Write the next file, with a description of its `layers` in a packed checkpoint, and return its path."""
         if self.packed:
-            metadata[METHOD] = Description.of(tensors, layers, self.count).to_json()
-        name = next(self.names)
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, self.folder / name, metadata)
+            metadata = {**metadata, METHOD: Description.of(tensors, layers, self.count).to_json()}
+        path = self.folder / next(self.names)
+        partial = path.with_name(path.name + UNFINISHED)  # a file with this name may be mapped by the tensors
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial, metadata)
         if metadata:
-            sort_metadata(self.folder / name)
-        self.weight_map |= dict.fromkeys(tensors, name)
+            sort_metadata(partial)
+        os.replace(partial, path)
+        self.weight_map |= dict.fromkeys(tensors, path.name)
         self.total += sum(tensor.nbytes for tensor in tensors.values())
+        return path
 
     def finish(self, index: dict[str, Any]) -> None:
         """Write the index, if the checkpoint has one, with the other entries of `index`."""
         if self.packed or self.count > 1:
             metadata = {**index.get("metadata", {}), "total_size": self.total}
             index = {**index, "metadata": metadata, "weight_map": dict(sorted(self.weight_map.items()))}
-            write_json(index_path(self.folder, self.packed), index)
+            write_json(Checkpoint(self.folder, self.packed).index_path, index)
 
 
-def _write_config(source: Path, target: Path, packed: bool) -> None:
-    """config.json, with entries that make transformers without this package raise an error for a packed checkpoint."""
-    config = read_config(source)
-    for name in ("quantization_config", EXPLICIT):
-        config.pop(name, None)
-    if packed:
-        config |= {"quantization_config": config_entry(), EXPLICIT: _NOT_HERE}
+def _write_config(source: Checkpoint, target: Path, entry: Mapping[str, Any] | None) -> None:
+    """Write config.json with a `quantization_config`; that of a packed checkpoint needs this package.
+
+    Without it, transformers raises an error that names the package.
+    """
+    config = {name: value for name, value in source.config.items() if name not in ("quantization_config", EXPLICIT)}
+    if entry is not None:
+        config["quantization_config"] = entry
+    if entry == config_entry():
+        config[EXPLICIT] = _NOT_HERE
     write_json(target / "config.json", config)
 
 
@@ -219,18 +234,16 @@ def save_streamed(
     model: Any,
     folder: Path,
     packed: bool,
-    others: Sequence[Callable[[], Tensors]] = (),
+    unloaded: Mapping[Path, Sequence[str]] = {},
     max_shard_size: int | str = SHARD,
     **options: Any,
 ) -> None:
     """Write a `PreTrainedModel` that is offloaded or packed in memory, block by block, into an empty folder.
 
     transformers would write it dense, and fails to merge tensors of a block that are in different files. Here, a file
-    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one; `others` return the tensors of further
-    files.
+    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one; the `unloaded` weights of other files
+    are copied.
     """
-    from transformers.core_model_loading import revert_weight_conversion  # late: quantizers import this package
-
     for name, value in options.items():
         supported = name == "save_original_format"
         require(supported, "not for a model that is offloaded or packed in memory", field=name, value=value)
@@ -239,11 +252,11 @@ def save_streamed(
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, state_dict={})  # all files but the weights
     tie_again(model)
-    parts, packer = list(_parts(model, size)), Packer(model) if packed else None
-    writer = _Writer(folder, len(parts) + len(others), packed)
-    for part in progress_bar(parts, shown=True, desc="writing", unit="file"):
+    files, packer = list(_divide(model, size)), Packer(model) if packed else None
+    writer = _Writer(folder, len(files) + len(unloaded), packed)
+    for visits in progress_bar(files, shown=True, desc="writing", unit="file"):
         tensors, layers = Tensors(), Layers()
-        for visit, names in part:  # packed before the next visit is onloaded
+        for visit, names in visits:  # packed before the next visit is onloaded
             visited = _onloaded(model, visit, names)
             if options.get("save_original_format", True):
                 visited = revert_weight_conversion(model, visited)
@@ -252,11 +265,11 @@ def save_streamed(
                 layers |= entries
             tensors |= visited
         writer.write(tensors, layers, {"format": "pt"})
-    for other in others:
-        writer.write(other(), Layers(), {"format": "pt"})
+    for path, names in unloaded.items():
+        writer.write(read_tensors(path, names), Layers(), {"format": "pt"})
     if packer is not None:
         packer.check()
-        _write_config(folder, folder, packed)
+        _write_config(Checkpoint(folder), folder, config_entry())
     count = {"total_parameters": model.num_parameters()} if writer.count > 1 else {}  # as transformers writes it
     writer.finish({"metadata": count})
 
@@ -271,23 +284,21 @@ def shard_bytes(size: Any) -> int:
         raise MoonshotError(message, field="max_shard_size", value=size) from None
 
 
-def _parts(model: Any, size: int) -> Iterator[Part]:
-    """All weights, tied ones once, in parts of up to `size` bytes, or of one visit."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # late, as above
-
+def _divide(model: Any, size: int) -> Iterator[Visits]:
+    """All weights, tied ones once, divided into files of up to `size` bytes, or of one visit."""
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     dropped = model._keys_to_ignore_on_save or ()
     bytes_of = {name: tensor.nbytes for name, tensor in state.items() if not any(fnmatch(name, key) for key in dropped)}
-    part: Part = []
+    visits: Visits = []
     free = 0
     for visit, names in by_visit(model, bytes_of):
         needed = sum(bytes_of[name] for name in names)
-        if part and needed > free:
-            yield part
-            part = []
-        free = (free if part else size) - needed
-        part.append((visit, names))
-    yield part
+        if visits and needed > free:
+            yield visits
+            visits = []
+        free = (free if visits else size) - needed
+        visits.append((visit, names))
+    yield visits
 
 
 def _onloaded(model: nn.Module, visit: Visit, names: list[str]) -> Tensors:
@@ -295,3 +306,62 @@ def _onloaded(model: nn.Module, visit: Visit, names: list[str]) -> Tensors:
     with visit():
         state = model.state_dict()
         return {name: state[name].detach().to("cpu", copy=True) for name in names}
+
+
+def check_reloads(model: PreTrainedModel, folder: Path) -> None:
+    """Raise `MoonshotError` unless `from_pretrained` would find every weight of a `PreTrainedModel` in a folder.
+
+    transformers itself compares the names and shapes, with tensors on the meta device, so that no weight is read. The
+    packed weights count by their names in a dense checkpoint. If another tool has quantized the model, its own loader
+    defines the names, and nothing is compared.
+    """
+    cls, checkpoint = type(model), Checkpoint(folder)
+    if checkpoint.config.get("quantization_config") is not None and not checkpoint.packed:
+        return
+    config = type(model.config).from_pretrained(folder)
+    for entry in ("quantization_config", EXPLICIT):
+        vars(config).pop(entry, None)
+    load: Any = PreTrainedModel.from_pretrained
+    options = dict(device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True)
+    try:
+        with _silent():
+            # Not that of the class, which may read other files.
+            _, info = load.__func__(cls, None, config=config, state_dict=_meta_tensors(folder), **options)
+    except Exception as error:  # of the class, or of transformers' conversions
+        message = f"{cls.__name__}.from_pretrained could not load what would be saved: {type(error).__name__}"
+        raise MoonshotError(f"{message}: {reason(error)}") from error
+    hint = "if modules share it, declare that in the model's _tied_weights_keys"
+    _require_none(info["missing_keys"], "would be in no file, and random in a loaded model", hint)
+    _require_none(info["unexpected_keys"], "would be in a file, and missing in a loaded model")
+    _require_none(info["mismatched_keys"], "would have another shape than config.json says")
+
+
+def _require_none(names: Iterable[Any], problem: str, hint: str = "") -> None:
+    texts = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in names)
+    others = f" and {len(texts) - 3} others" if len(texts) > 3 else ""
+    require(not texts, f"{', '.join(texts[:3])}{others} {problem}", hint=hint)
+
+
+def _meta_tensors(folder: Path) -> Tensors:
+    """The tensors of a checkpoint on the meta device, packed weights as in a dense one."""
+    tensors = Tensors()
+    for path in sorted(folder.glob("*.safetensors")):
+        header = read_header(path)
+        layers = described_layers(header.metadata)
+        packed = {stored for name, layer in layers.items() for stored in layer.names(name)}
+        shapes = {name: shape for name, shape in header.shapes.items() if name not in packed}
+        shapes |= {name: layer.shape for name, layer in layers.items()}
+        tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return tensors
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No progress bars and warnings of transformers inside the block."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with without_transformers_bars():
+            yield
+    finally:
+        logging.set_verbosity(before)

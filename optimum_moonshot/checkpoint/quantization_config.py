@@ -6,10 +6,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin, Quan
 
 from ..errors import check_choice, require
 from ..packing import INPUTS
-from ..runtime.runtime_selection import check_runtime
 from .weight_files import METHOD, check_config_entry, config_entry
 
-_RUNTIMES = ("dense", "packed", "auto")
+RUNTIMES = ("dense", "packed", "auto")
 
 
 class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
@@ -36,7 +35,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     quant_method = cast(QuantizationMethod, METHOD)
 
     def __init__(self, runtime: str = "dense", dequantize: bool = False, inputs: str = INPUTS[0]):
-        check_runtime(runtime, _RUNTIMES)
+        check_choice("runtime", runtime, RUNTIMES)
         check_choice("inputs", inputs, INPUTS)
         contradiction = dequantize and runtime != "dense"
         require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)

@@ -1,30 +1,37 @@
-"""Save pruned and rotated models atomically, with their report and model card."""
+"""Save pruned and rotated models atomically, or publish them, with their report and model card.
+
+The first of several processes does so; the others wait.
+"""
 
 import inspect
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 from torch import Tensor, nn
 
+from ..distributed.ranks import on_main_process
 from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import replace_file, staged, writing
 from ..model.offload import is_offloaded
 from ..model.source_files import check_not_source
-from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..rotate.report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
+from .hub import open_repository, upload
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
-from .origin import Origin, append_files
-from .packed_files import FORMATS, pack_files, save_streamed, shard_bytes
-from .reload_check import check_reloads
-from .weight_files import EXPORT, stored_format
+from .origin import Origin, clear_prediction_layers, copy_weights
+from .packed_files import FORMATS, check_reloads, pack_files, save_streamed, shard_bytes
+from .weight_files import EXPORT, Checkpoint
+
+if TYPE_CHECKING:
+    from ..reports.measurement import Measured
 
 
 def save_model(
@@ -32,20 +39,59 @@ def save_model(
     processors: Iterable[Any],
     report: PruneReport | RotationReport,
     directory: str | os.PathLike[str],
-    format: str | None = None,
-    name: str | None = None,
-    origin: Origin | None = None,
-    **options: Any,
+    format: str | None,
+    origin: Origin,
+    options: dict[str, Any],
 ) -> None:
     """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
-    memory, the default `name` in the card the folder's. Weights that only the files of the model's `origin` contain are
+    memory; a model that is only rotated is dense. Weights that only the files of the model's `origin` contain are
     copied. Report and configuration declare what the weights are now, with a note if training has changed them.
     `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is
     no longer n:m.
     """
-    format = check_saving(model, format, options)
+    on_main_process(lambda: _save(model, processors, report, directory, format, None, origin, options))
+
+
+def publish_model(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: PruneReport | RotationReport,
+    repo_id: str,
+    format: str | None,
+    origin: Origin,
+    options: dict[str, Any],
+    *,
+    private: bool | None,
+    token: str | bool | None,
+    exist_ok: bool,
+    commit_message: str | None,
+) -> str:
+    """Upload the files of `save_model` to the Hub in one commit, and return its URL."""
+    format = _check_saving(model, report, format, options)
+
+    def upload_model() -> str:
+        full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
+        with tempfile.TemporaryDirectory() as folder:
+            _save(model, processors, report, folder, format, full, origin, options)
+            return upload(folder, full, token=token, commit_message=commit_message)
+
+    return on_main_process(upload_model)
+
+
+def _save(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: PruneReport | RotationReport,
+    directory: str | os.PathLike[str],
+    format: str | None,
+    name: str | None,
+    origin: Origin,
+    options: dict[str, Any],
+) -> None:
+    """Save in this process; the card has the `name`, by default that of the folder."""
+    format = _check_saving(model, report, format, options)
     plain = not hasattr(model, "save_pretrained")
     if isinstance(report, RotationReport):
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
@@ -59,7 +105,7 @@ def save_model(
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
-            _write_model(model, staging, format, origin or Origin(), report, **options)
+            _write_model(model, staging, format, origin, report, **options)
         _save_processors(processors, staging)
         report.save(staging)
         name = name or Path(directory).resolve().name
@@ -73,7 +119,7 @@ def _write_model(
     model: Any, folder: Path, format: str, origin: Origin, report: PruneReport | RotationReport, **options: Any
 ) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
-    unloaded = origin.parts(model, report, options.get("variant"))
+    unloaded = origin.to_copy(model, report, options.get("variant"))
     streamed = is_offloaded(model)
     try:
         if streamed:
@@ -93,11 +139,11 @@ def _write_model(
         hint = "change it, such as model.generation_config.temperature = None, and save again"
         raise MoonshotError(why, field="generation_config", hint=hint) from error
     if not streamed:
-        append_files(folder, unloaded)
+        copy_weights(unloaded, folder)
         if format == "packed":
             pack_files(folder, folder, model)
     if origin.unloaded and not unloaded:
-        origin.withdraw_promise(folder)
+        clear_prediction_layers(folder)
     check_reloads(model, folder)
     if format == EXPORT:
         export_files(folder, folder, model)
@@ -115,8 +161,14 @@ def _save_processors(processors: Iterable[Any], folder: Path) -> None:
             raise OSError(reason(error)) from error
 
 
-def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) -> str:
-    """Check the format, by default that in memory, and the options of `save_model`; return the format."""
+def _check_saving(
+    model: nn.Module, report: PruneReport | RotationReport, format: str | None, options: dict[str, Any]
+) -> str:
+    """Check the format and the options of `save_model`; return the format."""
+    if isinstance(report, RotationReport):
+        message = "a rotated model has no zeros to pack; prune it first"
+        require(format in (None, "dense"), message, field="format", value=format)
+        format = "dense"
     format = format or ("packed" if is_packed(model) else "dense")
     check_choice("format", format, (*FORMATS, EXPORT))
     cls: Any = type(model)
@@ -134,7 +186,7 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
         require(name in supported, f"{cls.__name__}.save_pretrained has no such option", field=name, value=value)
         if name == "max_shard_size":
             shard_bytes(value)
-        tensors = isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
+        tensors = isinstance(value, Mapping) and all(isinstance(weight, Tensor) for weight in value.values())
         weights = name != "state_dict" or value is None or tensors
         require(weights, "give the weights by their names", field=name, value=value)
         suffix = name != "variant" or value is None or (isinstance(value, str) and Path(value).name == value)
@@ -144,7 +196,7 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
     return format
 
 
-def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
+def record(folder: str | os.PathLike[str], pruned: "Measured", dense: "Measured | None" = None) -> bool:
     """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
 
     Returns whether the card was changed: one that this package did not write is not. `MoonshotError` for a folder
@@ -154,7 +206,7 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
     folder = Path(folder)
     report = saved_report(folder)
     report.record(pruned, dense)
-    facts = Facts.read(folder, None, stored_format(folder))
+    facts = Facts.read(folder, None, Checkpoint(folder).format)
     with writing("folder", folder):
         report.save(folder)
         if facts is not None:

@@ -20,7 +20,7 @@ from ..reports.prune_report import REPORT_NAME
 from ..rotate.report import ROTATION_NAME
 from .hub import HUB_OPTIONS, download_others
 from .origin import Source
-from .weight_files import read_weight_map
+from .weight_files import Checkpoint
 
 LARGEST = 2**27  # bytes of a file; the largest tokenizers take 35 MB, a sentence-transformers Dense layer up to 67
 # Formats of other libraries: always the dense model. PyTorch's are weights of modules beside the model in sub-folders.
@@ -149,5 +149,5 @@ def _indexed(folder: Path) -> set[str]:
     names: set[str] = set()
     for packed in (False, True):
         with suppress(MoonshotError):
-            names.update(read_weight_map(folder, packed).values())
+            names.update(Checkpoint(folder, packed).weight_map.values())
     return names

@@ -12,18 +12,14 @@ The supported representations of a weight ``X.weight``, besides dense and packed
 
 import json
 import re
-from collections.abc import Iterable
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import MoonshotError, require
 from ..packing import PackedLayer, weight_of
-from .weight_files import Layers, described_layers, dtype_name
+from .weight_files import StoredTensors, dtype_name
 
 # Names of auxiliary tensors of quantized weights. Longer suffixes first: a name is cut once.
 _BESIDE = re.compile(
@@ -46,36 +42,20 @@ class Zeros(NamedTuple):
 
 
 class StoredWeights:
-    """The weights in all safetensors files of a checkpoint; a context manager, which closes them on exit.
+    """The weights among the tensors in the files of a checkpoint."""
 
-    A header that cannot be read raises `SafetensorError`, a damaged description of packed weights `MoonshotError`.
-    """
-
-    def __init__(self, paths: Iterable[Path]):
-        self._files: dict[str, Any] = {}  # the file of every tensor
-        self._packed: Layers = {}
-        with ExitStack() as stack:
-            for path in paths:
-                file = stack.enter_context(safe_open(path, "pt"))
-                self._packed |= described_layers(file.metadata())
-                self._files |= dict.fromkeys(file.keys(), file)
-            self._opened = stack.pop_all()
-
-    def __enter__(self) -> "StoredWeights":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._opened.close()
+    def __init__(self, tensors: StoredTensors):
+        self.tensors = tensors
 
     def names(self) -> list[str]:
         """The dense names of all weights, sorted by the names in the files."""
-        names = (self._dense_name(name) for name in sorted(self._files))
+        names = (self._dense_name(name) for name in sorted(self.tensors))
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def _dense_name(self, stored: str) -> str | None:
         """The weight that a tensor belongs to; None for auxiliary tensors, and those that are not weights."""
         module, _, last = stored.rpartition(".")
-        if weight_of(stored) in self._packed:
+        if weight_of(stored) in self.tensors.layers:
             return weight_of(stored)
         if last.startswith("_weight_"):
             return f"{module}.weight" if last == _TORCHAO else None
@@ -85,53 +65,49 @@ class StoredWeights:
             return stored.removesuffix(_WORDS)
         if self._is_auxiliary(stored):
             return None
-        number = self._files[stored].get_slice(stored).get_dtype()
-        whole = not number.startswith(("F", "BF"))
-        return None if whole and not stored.endswith("weight") else stored
+        integers = not self.tensors.dtype(stored).startswith(("F", "BF"))
+        return None if integers and not stored.endswith("weight") else stored
 
     def _is_auxiliary(self, stored: str) -> bool:
         owner, cut = _BESIDE.subn("", stored)
-        if cut and (owner in self._files or owner + _WORDS in self._files):
+        if cut and (owner in self.tensors or owner + _WORDS in self.tensors):
             return True
         if not _BESIDE_MODULE.search(stored):
             return False
         module = stored.rpartition(".")[0]
-        return any(f"{module}.{name}" in self._files for name in ("weight", f"weight{_WORDS}", "qweight", _TORCHAO))
+        return any(f"{module}.{name}" in self.tensors for name in ("weight", f"weight{_WORDS}", "qweight", _TORCHAO))
 
     def zeros(self, weight: str) -> Zeros:
         """Find the zeros of a weight; `MoonshotError` if its representation is not supported."""
         module = weight.removesuffix("weight")
-        state = next((name for name in self._files if name.startswith(weight + _STATE)), None)
-        if weight in self._packed:
-            layer = self._packed[weight]
-            parts = {name: self._get(name) for name in layer.names(weight) if name in self._files}
+        state = next((name for name in self.tensors if name.startswith(weight + _STATE)), None)
+        if weight in self.tensors.layers:
+            layer = self.tensors.layers[weight]
+            parts = {name: self.tensors[name] for name in layer.names(weight) if name in self.tensors}
             dense = layer.unpack(weight, parts)
             size = sum(part.nbytes for part in parts.values())
             kind = layer.dtype if layer.format == PackedLayer.format else f"{layer.format}, {layer.dtype}"
             return Zeros(dense == 0, f"packed {kind}", dense, size, layer.format)
-        if module + _TORCHAO in self._files:
+        if module + _TORCHAO in self.tensors:
             return self._whole(module + _TORCHAO, f"{module}_weight_zero_point", "torchao ")
         if state is not None:
             return self._four_bits(weight, state)
-        if weight + _WORDS in self._files:
+        if weight + _WORDS in self.tensors:
             return self._compressed(weight)
-        if weight in self._files:
+        if weight in self.tensors:
             return self._whole(weight, f"{weight}_zero_point")
-        tensors = ", ".join(sorted(name.removeprefix(module) for name in self._files if name.startswith(module)))
+        tensors = ", ".join(sorted(name.removeprefix(module) for name in self.tensors if name.startswith(module)))
         raise MoonshotError(f"it is stored as {tensors}, in which its zeros cannot be determined")
-
-    def _get(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
 
     def _whole(self, name: str, zero_point: str, by: str = "") -> Zeros:
         """Floating-point numbers, or integers for which the zero point means 0."""
-        tensor = self._get(name)
+        tensor = self.tensors[name]
         kind = f"{by}{dtype_name(tensor.dtype)}"
         if tensor.dtype.is_floating_point and tensor.itemsize > 1:
             return Zeros(tensor == 0, kind, tensor, tensor.nbytes)
-        if tensor.dtype.is_floating_point or zero_point not in self._files:
+        if tensor.dtype.is_floating_point or zero_point not in self.tensors:
             return Zeros(tensor.to(torch.float32) == 0 if tensor.itemsize == 1 else tensor == 0, kind)
-        points = self._get(zero_point)
+        points = self.tensors[zero_point]
         fits = points.ndim == tensor.ndim == 2 and all(
             size % count == 0 for size, count in zip(tensor.shape, points.shape, strict=True)
         )
@@ -141,14 +117,14 @@ class StoredWeights:
         return Zeros(tensor == points, f"{kind} with zero points")
 
     def _four_bits(self, weight: str, state: str) -> Zeros:
-        packed, codes = self._get(weight).flatten(), self._get(f"{weight}.quant_map")
-        shape = json.loads(bytes(self._get(state).tolist()).decode())["shape"]
+        packed, codes = self.tensors[weight].flatten(), self.tensors[f"{weight}.quant_map"]
+        shape = json.loads(bytes(self.tensors[state].tolist()).decode())["shape"]
         numbers = torch.stack((packed >> 4, packed & 15), 1).flatten()[: torch.Size(shape).numel()]
         return Zeros((codes == 0)[numbers.long()].view(shape), f"bitsandbytes {state.rpartition('__')[2]}")
 
     def _compressed(self, weight: str) -> Zeros:
-        packed, shape = self._get(weight + _WORDS), self._get(f"{weight}_shape").tolist()
-        with_points = f"{weight}_zero_point" in self._files
+        packed, shape = self.tensors[weight + _WORDS], self.tensors[f"{weight}_shape"].tolist()
+        with_points = f"{weight}_zero_point" in self.tensors
         require(not with_points, "its zero points are packed, so that its zeros cannot be determined")
         per_word = -(-shape[1] // packed.shape[1])
         supported = 32 % per_word == 0 and packed.dtype == torch.int32

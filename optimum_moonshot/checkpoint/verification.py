@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -26,7 +25,7 @@ from .declared_metadata import (
 from .file_integrity import check_files, check_no_other_weights
 from .hub import HUB_OPTIONS, local_folder
 from .stored_weights import StoredWeights, Zeros
-from .weight_files import METHOD, is_packed_checkpoint, read_config, weight_files
+from .weight_files import Checkpoint
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note
 _ROUNDED = 1e-6  # rounding error of a declared sparsity
@@ -51,7 +50,7 @@ class LayerFinding:
     problem: str = ""
 
     def row(self) -> list[str]:
-        """Its row of the table."""
+        """The row of the table."""
         shape = "" if self.shape is None else f"{self.shape[0]}×{self.shape[1]}"
         sparsities = ["" if value is None else f"{value:.4f}" for value in (self.declared, self.sparsity)]
         fits = {True: self.pattern or "", False: f"not {self.pattern}", None: ""}[self.follows]
@@ -93,9 +92,8 @@ class Verification:
             whole = "" if self.model_sparsity is None else f", {self.model_sparsity:.4f} of the whole model"
             lines.append(f"sparsity    {self.sparsity:.4f} over {len(self.layers)} layers{whole}")
         if self.bits_per_weight is not None:
-            whole = (
-                "" if self.model_bits_per_weight is None else f", {self.model_bits_per_weight:.3f} of the whole model"
-            )
+            bits = self.model_bits_per_weight
+            whole = "" if bits is None else f", {bits:.3f} of the whole model"
             lines.append(f"bits        {self.bits_per_weight:.3f} per weight of these layers{whole}")
         lines += [f"declared    {line}" for line in self.declared]
         lines += [f"note        {note}" for note in self.notes]
@@ -126,16 +124,17 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     unknown = sorted(hub.keys() - set(HUB_OPTIONS))
     supported = f"verify takes trust_remote_code, {', '.join(HUB_OPTIONS)}"
     require(not unknown, supported, field=", ".join(unknown))
-    folder = local_folder(name_or_path, whole=True, **hub)
-    packed, declared = is_packed_checkpoint(folder), read_declared_metadata(folder)
-    format = "packed" if packed else "dense"
-    files, damage, other = weight_files(folder, packed), _damage(folder, packed), _other_tool(folder)
+    checkpoint = Checkpoint(local_folder(name_or_path, whole=True, **hub))
+    declared, damage = read_declared_metadata(checkpoint), _damage(checkpoint)
+    format = "packed" if checkpoint.packed else "dense"
+    other = None if checkpoint.packed else checkpoint.quant_method  # of another tool
     try:
-        weights = StoredWeights(files)
+        tensors = checkpoint.open()
     except (MoonshotError, SafetensorError, OSError) as error:
-        raise MoonshotError(damage[0] if damage else f"{folder} cannot be read: {reason(error)}") from None
-    with weights as stored:
-        locations = locate_weights(folder, declared, stored.names(), trust_remote_code=trust_remote_code)
+        raise MoonshotError(damage[0] if damage else f"{checkpoint.folder} cannot be read: {reason(error)}") from None
+    with tensors:
+        stored = StoredWeights(tensors)
+        locations = locate_weights(checkpoint.folder, declared, stored.names(), trust_remote_code=trust_remote_code)
         comparison = _compare(stored, locations, declared, other)
     mismatches = [*declared.damaged, *damage, *comparison.mismatches()]
     card = declared.declarations.get(CARD)
@@ -148,35 +147,28 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     return Verification(
         path=str(name_or_path),
         format=other or format,
-        checksums=not damage if packed else None,
+        checksums=not damage if checkpoint.packed else None,
         layers=comparison.layers,
         sparsity=comparison.sparsity,
         model_sparsity=comparison.zeros / parameters if parameters else None,
         parameters=parameters,
         bits_per_weight=comparison.bits_per_weight,
         model_bits_per_weight=8 * comparison.bytes / parameters if parameters and comparison.bytes else None,
-        declared=tuple(each.line() for each in declared.declarations.values()),
+        declared=tuple(declaration.line() for declaration in declared.declarations.values()),
         mismatches=tuple(dict.fromkeys(mismatches)),
         notes=(*notes, *comparison.notes()),
     )
 
 
-def _damage(folder: Path, packed: bool) -> list[str]:
-    """The errors of the integrity checks of the files."""
-    errors = []
-    for check in (check_files, check_no_other_weights):
+def _damage(checkpoint: Checkpoint) -> list[str]:
+    """The errors of the integrity checks of the files; raised if there are no files to check."""
+    errors, checks = [], [check_files, check_no_other_weights] if checkpoint.files else []
+    for check in checks:
         try:
-            check(folder, packed)
+            check(checkpoint)
         except MoonshotError as error:
             errors.append(reason(error))
     return errors
-
-
-def _other_tool(folder: Path) -> str | None:
-    """The method of another tool that has quantized the checkpoint; None if there is none."""
-    quantization = read_config(folder).get("quantization_config")
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else METHOD
-    return None if method == METHOD else str(method)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,15 +199,16 @@ class _Comparison:
     def mismatches(self) -> list[str]:
         """Differences from the declared metadata."""
         lines = []
-        for each in self.declared.declarations.values():
-            lines += self._wrong_patterns(each) + ([] if self.declared.compacted else self._wrong_sparsities(each))
-        for bits in sorted({each.bits for each in self.layers if each.bits}):
-            quantized = [each for each in self.layers if each.bits == bits]
-            off = [each.name for each in quantized if each.on_grid is False]
+        for declaration in self.declared.declarations.values():
+            lines += self._wrong_patterns(declaration)
+            lines += [] if self.declared.compacted else self._wrong_sparsities(declaration)
+        for bits in sorted({layer.bits for layer in self.layers if layer.bits}):
+            quantized = [layer for layer in self.layers if layer.bits == bits]
+            off = [layer.name for layer in quantized if layer.on_grid is False]
             if off:
                 line = f"{CONFIG} says {bits} bits: {len(off)} of {len(quantized)} layers are not on their grid"
                 lines.append(f"{line}, such as {off[0]}")
-        problems = [f"{each.name}: {each.problem}" for each in self.layers if each.problem]
+        problems = [f"{layer.name}: {layer.problem}" for layer in self.layers if layer.problem]
         return [*lines, *_first(problems, "layers differ")]
 
     def _wrong_patterns(self, declaration: Declaration) -> list[str]:
@@ -254,11 +247,35 @@ class _Comparison:
         if self.declared.compacted:
             return ["the model was compacted: no zeros are declared"]
         lines = [
-            f"{each.name}: sparsity {each.sparsity:.4f}, more than the declared {each.declared:.4f}"
-            for each in self.layers
-            if each.sparsity and each.declared is not None and each.sparsity > each.declared + _SPARSER
+            f"{layer.name}: sparsity {layer.sparsity:.4f}, more than the declared {layer.declared:.4f}"
+            for layer in self.layers
+            if layer.sparsity and layer.declared is not None and layer.sparsity > layer.declared + _SPARSER
         ]
         return _first(lines, "layers are sparser than declared")
+
+
+@dataclasses.dataclass
+class _StoredLayer:
+    """The weight of a layer in the files, or the weights of its experts, one below another."""
+
+    shape: tuple[int, int]  # d_out, d_in
+    stored: str
+    zeros: int
+    bytes: int | None
+    on_grid: bool | None
+
+    def append(self, expert: "_StoredLayer") -> None:
+        """Add the weight of the next expert."""
+        self.shape, self.stored = (self.shape[0] + expert.shape[0], self.shape[1]), expert.stored
+        self.zeros += expert.zeros
+        self.bytes = None if self.bytes is None or expert.bytes is None else self.bytes + expert.bytes
+        self.on_grid = self.on_grid if self.on_grid is False else expert.on_grid
+
+    def values(self) -> dict[str, Any]:
+        """The fields of a `LayerFinding`."""
+        count, bits = self.shape[0] * self.shape[1], None if self.bytes is None else 8 * self.bytes
+        values = {name: value for name, value in vars(self).items() if name != "bytes"}
+        return {**values, "sparsity": self.zeros / count, "bits_per_weight": None if bits is None else bits / count}
 
 
 def _compare(
@@ -266,91 +283,74 @@ def _compare(
 ) -> _Comparison:
     """Read all weights once, one in memory at a time; `other` is the method of another tool."""
     by = f", quantized by {other}," if other else ""
-    patterns = {each.source: _patterns(each, declared, locations.layers) for each in declared.declarations.values()}
+    declarations = declared.declarations.values()
+    patterns = {declaration.source: _patterns(declaration, declared, locations.layers) for declaration in declarations}
     grids = {} if declared.record is None else declared.record.layer_grids(locations.layers)
-    measured: dict[str, dict[str, Any]] = {}
+    layers: dict[str, _StoredLayer] = {}
+    problems: dict[str, str] = {}
     matches: dict[tuple[str, NM], bool] = {}
     parameters, zeros, sizes, readable = 0, 0, list[int | None](), True
 
     for weights, conversion in locations.together(stored.names()):
-        contents: dict[str, Zeros] = {}
         try:
-            for weight in weights:
-                contents[weight] = stored.zeros(weight)
+            contents = {weight: stored.zeros(weight) for weight in weights}
             loaded = locations.loaded(contents, conversion)
         except _UNREADABLE as error:
             readable = False
             name = locations.layer_of(weights[0], conversion)
             if name is not None:
-                measured[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
+                problems[name] = f"its weight{by} cannot be read: {reason(error)}"
             continue
         sizes += [content.bytes for content in contents.values()]
         parameters += sum(content.mask.numel() for content in contents.values())
         zeros += sum(int(content.mask.sum()) for content in contents.values())
         for name, content in loaded.items():
-            matrix = ~locations.as_matrix(name, content.mask)
+            keep = ~locations.as_matrix(name, content.mask)
             for pattern in {rules[name] for rules in patterns.values() if name in rules}:
-                matches[name, pattern] = matches.get((name, pattern), True) and follows(matrix, pattern)
-            count, grid = int(content.mask.sum()), grids.get(name)
-            part = dict(shape=matrix.shape, stored=content.stored, zeros=count, bytes=content.bytes)
-            part["on_grid"] = None if grid is None else _is_on_grid(content, locations, name, grid)
-            measured[name] = _with_part(measured.get(name), part)
-    layers = _findings(locations, declared, patterns, matches, measured, grids)
-    of_readable = [size for size in sizes if size is not None]
-    size = sum(of_readable) if readable and len(of_readable) == len(sizes) else None
-    return _Comparison(layers, parameters if readable else None, zeros, size, declared, patterns, matches)
+                matches[name, pattern] = matches.get((name, pattern), True) and follows(keep, pattern)
+            grid, shape = grids.get(name), (keep.shape[0], keep.shape[1])
+            on_grid = None if grid is None else _is_on_grid(content, locations, name, grid)
+            layer = _StoredLayer(shape, content.stored, int(content.mask.sum()), content.bytes, on_grid)
+            before = layers.setdefault(name, layer)
+            if before.shape[1] != shape[1]:
+                problems.setdefault(name, f"its experts have {before.shape[1]} and {shape[1]} inputs")
+            elif before is not layer:
+                before.append(layer)
+
+    report, findings = None if declared.compacted else declared.report, []
+    for name in locations.layers:
+        problem = problems.get(name, "" if name in layers else "no file holds its weight")
+        values = {} if problem else layers[name].values()
+        expected = None if report is None else report.shapes.get(name)
+        if values and expected not in (None, values["shape"]):
+            problem = f"its shape is {list(values['shape'])}, the report says {list(expected or ())}"
+        grid = grids.get(name)
+        first = next((rules[name] for rules in patterns.values() if name in rules), None)  # file that declares one
+        findings.append(
+            LayerFinding(
+                name,
+                declared=None if report is None else report.layers.get(name),
+                pattern=None if first is None else str(first),
+                follows=None if first is None else matches.get((name, first)),
+                bits=None if grid is None else grid.bits,
+                problem=problem,
+                **values,
+            )
+        )
+    known = [size for size in sizes if size is not None]
+    size = sum(known) if readable and len(known) == len(sizes) else None
+    return _Comparison(tuple(findings), parameters if readable else None, zeros, size, declared, patterns, matches)
 
 
 def _is_on_grid(content: Zeros, locations: WeightLocations, layer: str, grid: Grid) -> bool | None:
     """Whether a weight is on the declared grid; None if another tool has quantized it."""
-    weight = content.weight
-    if content.format == Quantized.of(grid).name or weight is None:
-        return None if weight is None else True
+    if content.weight is None or content.format == Quantized.of(grid).name:
+        return None if content.weight is None else True
     try:
-        Quantized.of(grid).pack(locations.as_matrix(layer, weight), None)
+        Quantized.of(grid).pack(locations.as_matrix(layer, content.weight), None)
     except MoonshotError:
         return False
     return True
-
-
-def _findings(
-    locations: WeightLocations,
-    declared: DeclaredMetadata,
-    patterns: Mapping[str, Mapping[str, NM]],
-    matches: Mapping[tuple[str, NM], bool],
-    measured: Mapping[str, dict[str, Any]],
-    grids: Mapping[str, Grid | None],
-) -> tuple[LayerFinding, ...]:
-    report, layers = None if declared.compacted else declared.report, []
-    for name in locations.layers:
-        values = dict(measured.get(name, {"problem": "no file holds its weight"}))
-        expected = None if report is None else report.shapes.get(name)
-        if expected is not None and values.get("shape") not in (None, expected):
-            values["problem"] = f"its shape is {list(values['shape'])}, the report says {list(expected)}"
-        if "bytes" in values:
-            size, count = values.pop("bytes"), values["shape"][0] * values["shape"][1]
-            values |= dict(sparsity=values["zeros"] / count, bits_per_weight=None if size is None else 8 * size / count)
-        grid = grids.get(name)
-        values["bits"] = None if grid is None else grid.bits
-        first = next((rules[name] for rules in patterns.values() if name in rules), None)  # file that declares one
-        sparsity = None if report is None else report.layers.get(name)
-        match: dict[str, Any] = {} if first is None else {"follows": matches.get((name, first))}
-        layers.append(LayerFinding(name, sparsity, None if first is None else str(first), **match, **values))
-    return tuple(layers)
-
-
-def _with_part(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
-    """The measurements of a layer, with those of one more weight: the rows of the next expert."""
-    (rows, columns), sums = part["shape"], ("zeros", "bytes")
-    if before is None:
-        return {**part, "shape": (rows, columns)}
-    if before.get("problem"):
-        return before
-    if before["shape"][1] != columns:
-        return {"problem": f"its experts have {before['shape'][1]} and {columns} inputs"}
-    added = {name: None if None in (before[name], part[name]) else before[name] + part[name] for name in sums}
-    on_grid = part["on_grid"] if before["on_grid"] is not False else False
-    return {**part, **added, "shape": (before["shape"][0] + rows, columns), "on_grid": on_grid}
 
 
 def _patterns(declaration: Declaration, declared: DeclaredMetadata, layers: tuple[str, ...]) -> dict[str, NM]:

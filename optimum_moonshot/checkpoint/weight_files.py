@@ -13,14 +13,17 @@ weight files (`files`), and the SHA-256 of all this (`checksum`).
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import MoonshotError, naming, require
@@ -38,13 +41,6 @@ _FIELDS = {"layers": dict, "sha256": dict, "stored": dict, "files": int}
 
 Tensors = dict[str, Tensor]
 Layers = dict[str, PackedLayer]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a folder; `MoonshotError` if it is missing or damaged."""
-    path = folder / "config.json"
-    require(path.is_file(), f"{folder} holds no config.json", hint="give the folder of a checkpoint")
-    return read_json(path)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -72,71 +68,104 @@ def check_config_entry(quantization: Mapping[str, Any]) -> None:
     require(not unknown, f"quantization_config in config.json has unknown fields: {short(unknown)}", hint="remove them")
 
 
-def is_packed_checkpoint(folder: Path) -> bool:
-    """Whether config.json declares a packed checkpoint; `MoonshotError` if this release does not read its version."""
-    quantization = read_config(folder).get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        return False
-    check_config_entry(quantization)
-    return True
+class Checkpoint:
+    """A folder with a checkpoint: its config.json, its weight files and their index, each read on first use.
 
-
-def stored_format(folder: Path) -> str:
-    """The format of a checkpoint, by config.json: that of other tools is "dense". Raises as `is_packed_checkpoint`."""
-    if is_packed_checkpoint(folder):
-        return "packed"
-    quantization = read_config(folder).get("quantization_config")
-    exported = isinstance(quantization, dict) and quantization.get("quant_method") == EXPORT
-    return EXPORT if exported else "dense"
-
-
-def index_path(folder: Path, packed: bool) -> Path:
-    """The path of a checkpoint's index, which a dense one of a single file does not have."""
-    return folder / (PACKED_INDEX if packed else _INDEX)
-
-
-def weight_files(folder: Path, packed: bool) -> list[Path]:
-    """The safetensors files of a checkpoint, in order; `MoonshotError` if any is missing, or the folder has others."""
-    weight_map = check_index(folder, packed)
-    listed = sorted(set(weight_map.values()))
-    if packed:
-        return [folder / file for file in listed]
-    single = (folder / _SINGLE).is_file()
-    if not weight_map and not single:
-        lost = "; its config.json has no quantization_config" if (folder / PACKED_INDEX).is_file() else ""
-        raise MoonshotError(f"{folder} holds no {_SINGLE} and no {_INDEX}{lost}")
-    if weight_map and single and listed != [_SINGLE]:
-        raise MoonshotError(
-            f"{folder} holds {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers would load "
-            "the first and ignore the others",
-            hint="remove the files that do not belong to the model",
-        )
-    return [folder / file for file in listed or [_SINGLE]]
-
-
-def check_index(folder: Path, packed: bool) -> dict[str, str]:
-    """As `read_weight_map`; `MoonshotError` also if a file is missing."""
-    weight_map = read_weight_map(folder, packed)
-    for name, file in weight_map.items():
-        require(os.path.isfile(folder / file), f"{folder}: {file} is missing, which holds {name}")
-    return weight_map
-
-
-def read_weight_map(folder: Path, packed: bool) -> dict[str, str]:
-    """The file of every tensor, by the index; empty for a dense checkpoint of a single file.
-
-    `MoonshotError` if the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
+    Args:
+        folder: of the checkpoint.
+        packed: whether its weight files are packed; None: as config.json declares.
     """
-    path = index_path(folder, packed)
-    if not path.exists():
-        require(not packed, f"{path} is missing")
-        return {}
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise MoonshotError(f"{path} is damaged: it has no weight_map")
-    for file in dict.fromkeys(weight_map.values()):
-        require(_is_inside(folder, file), f"{path} names {file!r}: weights must be in the folder of their index")
-    return weight_map
+
+    def __init__(self, folder: Path, packed: bool | None = None):
+        self.folder = folder
+        if packed is not None:
+            self.packed = packed
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json; `MoonshotError` if it is missing or damaged."""
+        path = self.folder / "config.json"
+        require(path.is_file(), f"{self.folder} holds no config.json", hint="give the folder of a checkpoint")
+        return read_json(path)
+
+    @property
+    def quant_method(self) -> str | None:
+        """The `quant_method` in config.json: `METHOD`, or that of another tool; None without quantization_config."""
+        quantization = self.config.get("quantization_config")
+        return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else None
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether config.json declares a packed checkpoint; `MoonshotError` for a version that is not supported."""
+        if self.quant_method != METHOD:
+            return False
+        check_config_entry(self.config["quantization_config"])
+        return True
+
+    @property
+    def format(self) -> str:
+        """The format: "packed", `EXPORT`, or "dense", also for the formats of other tools; raises like `packed`."""
+        return "packed" if self.packed else EXPORT if self.quant_method == EXPORT else "dense"
+
+    @property
+    def index_path(self) -> Path:
+        """The path of the index, which a dense checkpoint with a single file does not have."""
+        return self.folder / (PACKED_INDEX if self.packed else _INDEX)
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """The content of the index; empty without one."""
+        return read_json(self.index_path) if self.index_path.exists() else {}
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """The file of every tensor, by the index; empty without one.
+
+        `MoonshotError` if the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
+        """
+        if not self.index_path.exists():
+            require(not self.packed, f"{self.index_path} is missing")
+            return {}
+        files = self.index.get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise MoonshotError(f"{self.index_path} is damaged: it has no weight_map")
+        for file in dict.fromkeys(files.values()):
+            inside = _is_inside(self.folder, file)
+            require(inside, f"{self.index_path} names {file!r}: weights must be in the folder of their index")
+        return files
+
+    def check_index(self) -> None:
+        """Raise `MoonshotError` if the index is damaged, or names a file that is missing."""
+        for name, file in self.weight_map.items():
+            require(os.path.isfile(self.folder / file), f"{self.folder}: {file} is missing, which holds {name}")
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The safetensors files, in order; `MoonshotError` if any is missing, or the folder contains others."""
+        self.check_index()
+        folder, listed = self.folder, sorted(set(self.weight_map.values()))
+        if not self.packed:
+            single = (folder / _SINGLE).is_file()
+            if not listed and not single:
+                undeclared = "; its config.json has no quantization_config" if (folder / PACKED_INDEX).is_file() else ""
+                raise MoonshotError(f"{folder} holds no {_SINGLE} and no {_INDEX}{undeclared}")
+            if listed and single and listed != [_SINGLE]:
+                raise MoonshotError(
+                    f"{folder} holds {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers "
+                    "would load the first and ignore the others",
+                    hint="remove the files that do not belong to the model",
+                )
+        return [folder / file for file in listed or [_SINGLE]]
+
+    def tensor_files(self) -> dict[str, Path]:
+        """The file of every tensor, also without an index; raises like `files`, and for a damaged file."""
+        if self.files and self.weight_map:
+            return {name: self.folder / file for name, file in self.weight_map.items()}
+        return {name: path for path in self.files for name in sorted(read_header(path).shapes)}
+
+    def open(self) -> "StoredTensors":
+        """Open all weight files."""
+        return StoredTensors(self.files)
 
 
 def _is_inside(folder: Path, file: str) -> bool:
@@ -150,6 +179,54 @@ def _is_inside(folder: Path, file: str) -> bool:
         return False
 
 
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors in safetensors files, each read on access; a context manager that closes the files.
+
+    A header that cannot be read raises `SafetensorError`, a damaged description of packed weights `MoonshotError`.
+    """
+
+    def __init__(self, paths: Iterable[Path | str]):
+        self.metadata: dict[str, str] = {}  # of all files
+        self.layers = Layers()  # the packed weights
+        self._files: dict[str, Any] = {}  # the open file of every tensor
+        with ExitStack() as stack:
+            for path in paths:
+                file = stack.enter_context(safe_open(path, "pt"))
+                metadata = file.metadata() or {}
+                self.metadata |= metadata
+                self.layers |= described_layers(metadata)
+                self._files |= dict.fromkeys(file.keys(), file)
+            self._opened = stack.pop_all()
+
+    def __enter__(self) -> "StoredTensors":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor in safetensors' notation, such as "BF16"."""
+        return self._files[name].get_slice(name).get_dtype()
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> Tensors:
+    """Some tensors of a file."""
+    with StoredTensors([path]) as stored:
+        return {name: stored[name] for name in names}
+
+
 def new_names(count: int, packed: bool) -> list[str]:
     """The names of `count` new weight files."""
     stem = METHOD if packed else "model"
@@ -158,8 +235,19 @@ def new_names(count: int, packed: bool) -> list[str]:
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def read_header(path: Path) -> tuple[dict[str, str], frozenset[str]]:
-    """The metadata and tensor names of a safetensors file; `MoonshotError` names the first layer lost by truncation."""
+class Header(NamedTuple):
+    """The header of a safetensors file."""
+
+    metadata: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]  # of all tensors, by name
+    bytes: int  # of all tensors
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a file, also one whose name is not UTF-8, which safetensors does not open.
+
+    `MoonshotError` if it is damaged, and with the first layer that is missing in a truncated file.
+    """
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -167,8 +255,9 @@ def read_header(path: Path) -> tuple[dict[str, str], frozenset[str]]:
             header = json.loads(file.read(length) if length <= min(size, _LONGEST_HEADER) else b"")
         metadata = header.pop("__metadata__", None) or {}
         ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
-        last = max(ends.values(), default=0)
+        last = max(ends.values(), default=8 + length)
         strings = all(isinstance(value, str) for value in metadata.values())
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise MoonshotError(f"{path} is damaged: its header cannot be read") from None
     require(strings, f"{path} is damaged: its metadata contains other values than strings")
@@ -177,23 +266,7 @@ def read_header(path: Path) -> tuple[dict[str, str], frozenset[str]]:
         raise MoonshotError(
             f"{layer_of(cut[0])}: {path.name} is truncated, it has {size} of {last} bytes; {len(cut)} tensors are lost"
         )
-    return metadata, frozenset(header)
-
-
-def read_shapes(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The metadata of a new safetensors file, and the shapes of its tensors; safetensors opens no path of any bytes."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    metadata = header.pop("__metadata__", {})
-    return metadata, {name: tuple(entry["shape"]) for name, entry in header.items()}
-
-
-def tensor_bytes(path: Path) -> int:
-    """The bytes of all tensors in a new safetensors file."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-    return path.stat().st_size - 8 - int(length)
+    return Header(metadata, shapes, last - 8 - length)
 
 
 def sort_metadata(path: Path) -> None:

@@ -26,6 +26,7 @@ class Target(NamedTuple):
     weight: str  # the parameter; the first of several
     pattern: str | None  # of the weights that are merged, such as all experts' `w1`; None: it is only renamed
     converter: Any  # transformers' `WeightConverter`, where it is merged or split
+    fused: bool = False  # whether the converter only merges weights into one fused parameter, such as those of experts
 
     def converted(self, stored: Iterable[tuple[str | None, Tensor]], model: Any) -> dict[str, Tensor]:
         """The parameters that the converter makes of stored weights, by their names.
@@ -57,10 +58,10 @@ class Target(NamedTuple):
             config: of the model.
             stored: the pattern and the shape of every weight, in the order of their names.
         """
-        sizes = [prod(each[:-1]) for _, each in stored]
+        sizes = [prod(size[:-1]) for _, size in stored]
         numbers = torch.arange(4 * sum(sizes), device="cpu").view(-1, 4)
         rows = zip(stored, numbers.split(sizes), strict=True)
-        narrow = [(pattern, part.view(*each[:-1], 4)) for (pattern, each), part in rows]
+        narrow = [(pattern, tensor.view(*size[:-1], 4)) for (pattern, size), tensor in rows]
         merged = self.merged((*shape[:-1], 4), config, narrow).flatten(0, -2)
         order = merged[:, 0] // 4
         return order if torch.equal(merged, numbers[order]) else None
@@ -92,12 +93,11 @@ class Conversion(NamedTuple):
 
 def conversions(model: nn.Module, stored: Iterable[str]) -> list[Conversion]:
     """The conversions of stored weights, such as fused query, key and value, that `loaded_into` does not describe."""
-    from transformers.core_model_loading import dot_natural_key  # late, as below
+    from transformers.core_model_loading import dot_natural_key  # late: transformers' quantizers import this package
 
-    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     groups: dict[str, list[tuple[str, Target]]] = {}
-    for name, target in _targets(model, sorted(stored, key=dot_natural_key), model.state_dict()):
-        if target.pattern is not None and not (target.weight in fused and len(target.converter.target_patterns) == 1):
+    for name, target in _targets(model, sorted(stored, key=dot_natural_key)):
+        if target.pattern is not None and not target.fused:
             groups.setdefault(target.weight, []).append((name, target))
     return [
         Conversion(tuple((name, str(target.pattern)) for name, target in group), group[0][1], model)
@@ -108,35 +108,30 @@ def conversions(model: nn.Module, stored: Iterable[str]) -> list[Conversion]:
 def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """The name in `model.state_dict()` of every stored weight that transformers loads without splitting or merging."""
     state = model.state_dict()
-    return {
-        name: target.weight
-        for name, target in _targets(model, stored, state)
-        if target.pattern is None and target.weight in state
-    }
+    targets = _targets(model, stored)
+    return {name: target.weight for name, target in targets if target.pattern is None and target.weight in state}
 
 
 def merged_weights(model: nn.Module, stored: Iterable[str]) -> dict[str, Target]:
     """The stored weights that transformers merges into one fused parameter, such as those of single experts."""
-    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    targets = _targets(model, stored, model.state_dict())
-    return {
-        name: target
-        for name, target in targets
-        if target.pattern is not None and target.weight in fused and len(target.converter.target_patterns) == 1
-    }
+    return {name: target for name, target in _targets(model, stored) if target.fused}
 
 
-def _targets(model: nn.Module, stored: Iterable[str], state: dict[str, Any]) -> Iterator[tuple[str, Target]]:
+def _targets(model: nn.Module, stored: Iterable[str]) -> Iterator[tuple[str, Target]]:
     rename_source_key, renamings, converters = _mapping(model)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    state = model.state_dict()
     for name in stored:
         weight, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        yield name, Target(weight, pattern, by_pattern.get(pattern))
+        converter = by_pattern.get(pattern)
+        single = converter is not None and len(converter.target_patterns) == 1
+        yield name, Target(weight, pattern, converter, single and weight in fused)
 
 
 def target_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """The name in the model under which transformers looks for every stored weight, found or not."""
-    return {name: target.weight for name, target in _targets(model, stored, model.state_dict())}
+    return {name: target.weight for name, target in _targets(model, stored)}
 
 
 def loaded_into(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
@@ -147,7 +142,7 @@ def loaded_into(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def followed_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """As `parameter_names`, but only weights whose packed tensors, of any format, are renamed in the same way."""
+    """Like `parameter_names`, but only weights whose packed tensors, of any format, are renamed in the same way."""
     names = parameter_names(model, stored)
     new = renamed(model, (name + end for name in names for end in ("", *suffixes())))
     return {
@@ -185,7 +180,7 @@ def _signature(conversion: Any) -> tuple[Any, ...]:
 
 def _mapping(model: nn.Module) -> tuple[Any, list[Any], list[Any]]:
     """transformers' function that renames weights, and the renamings and converters of a model."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # late, as below
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # late, see above
 
     mapping = _conversions(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -193,7 +188,6 @@ def _mapping(model: nn.Module) -> tuple[Any, list[Any], list[Any]]:
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    # Imported late: transformers' quantizers import this package.
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.conversion_mapping import get_model_conversion_mapping  # late, see above
 
     return get_model_conversion_mapping(cast("PreTrainedModel", model))

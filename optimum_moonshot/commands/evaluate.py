@@ -244,7 +244,7 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
 
     from ..checkpoint.hub import find_checkpoint
     from ..checkpoint.loading import load_pruned
-    from ..checkpoint.meta_model import load_config, model_class
+    from ..checkpoint.pretrained import load_config, model_class
     from ..model.embeddings import has_head
     from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key
 
-from ..checkpoint.weight_files import Layers, Tensors, described_layers
+from ..checkpoint.weight_files import Layers, StoredTensors, Tensors
 from ..checkpoint.weight_names import Target, conversions_of, followed_names, merged_weights, parameter_names, renamed
 from ..errors import naming, require
 from ..objective.patterns import NM, Unstructured
@@ -26,38 +25,38 @@ _NAME = "moonshot-expert"  # matches no pattern of a model
 
 
 class _Unpack(ConversionOps):
-    """The tensors of a packed weight, in any format, → the weight."""
+    """Unpacks a weight in any format from its tensors."""
 
     def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], last: str):
         self.layers, self.dtypes, self.last = layers, dtypes, last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Unpack":
-        """Return this object: transformers copies a converter for every tensor, and this part is immutable."""
+        """Return this object: transformers copies a converter for every tensor, and this operation is immutable."""
         return self
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         name = kwargs["full_layer_name"]
-        tensors: Tensors = {key: part[0] if isinstance(part, list) else part for key, part in input_dict.items()}
+        tensors: Tensors = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         with naming(name):
             weight = self.layers[name].unpack(self.last, tensors)
         return {self.last: weight.to(self.dtypes[name])}
 
 
 class Unpacking(WeightConverter):
-    """Unpacks every packed weight, except those of the modules `kept`, which stay packed in memory.
+    """Unpacks every packed weight, except those of the modules that stay `packed` in memory.
 
     `layers` and `dtypes` are by the names in the model, whose last part is `last`: "weight", or that of a parameter of
     fused experts. Most releases of transformers do not cast the weights of a quantizer.
     """
 
     def __init__(
-        self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], kept: Iterable[str], last: str
+        self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], packed: Iterable[str], last: str
     ):
         super().__init__([last + suffix for suffix in suffixes()], last, operations=[_Unpack(layers, dtypes, last)])
-        self.kept = frozenset(kept)
+        self.packed = frozenset(packed)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key.rpartition(".")[0] in self.kept:
+        if source_key.rpartition(".")[0] in self.packed:
             return source_key, None
         return super().rename_source_key(source_key)
 
@@ -73,29 +72,24 @@ class PackedExperts:
     stored: Mapping[str, Tensor]  # their tensors in the files, on the meta device
 
     @classmethod
-    def find(cls, model: nn.Module, files: Iterable[str], fused: bool) -> "PackedExperts | None":
-        """Find them in the files of a packed checkpoint, for a model on the meta device; None if there are none.
+    def find(cls, model: nn.Module, tensors: StoredTensors, fused: bool) -> "PackedExperts | None":
+        """Find them among the tensors of a packed checkpoint, for a model on the meta device; None if there are none.
 
         With `fused`, also the packed weights of three dimensions without a conversion.
         """
-        layers: Layers = {}
-        stored: Tensors = {}
-        for path in files:
-            with safe_open(path, "pt") as file:
-                stored |= {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
-                layers |= described_layers(file.metadata())
+        stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
-        parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
+        parameters = parameter_names(model, layers) | {name: target.weight for name, target in merged.items()}
         followed = {name for name in followed_names(model, layers) if not (fused and len(layers[name].shape) == 3)}
         packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed}
         selected = {name: parameter for name, parameter in parameters.items() if parameter in packed}
-        tensors = {name: stored[name] for name, owner in owners.items() if owner in selected}
-        keys = {key: owners[name] for name, key in renamed(model, tensors).items()}
+        stored = {name: stored[name] for name, owner in owners.items() if owner in selected}
+        keys = {key: owners[name] for name, key in renamed(model, stored).items()}
         layers = {name: layer for name, layer in layers.items() if name in selected}
-        return cls(layers, selected, merged, keys, tensors) if layers else None
+        return cls(layers, selected, merged, keys, stored) if layers else None
 
-    def stacks(self, model: nn.Module) -> dict[str, "StoredStack"]:
+    def stacks(self, model: nn.Module) -> dict[str, "StoredWeight"]:
         """The fused weights of experts, by their names in the model."""
         sources: dict[str, list[str]] = {}
         for name, parameter in self.parameters.items():
@@ -107,7 +101,7 @@ class PackedExperts:
             if len(shapes[parameter]) == 3
         }
 
-    def _stack(self, names: list[str], shape: tuple[int, ...]) -> "StoredStack":
+    def _stack(self, names: list[str], shape: tuple[int, ...]) -> "StoredWeight":
         entries = [self.layers[name] for name in names if name in self.layers]
         patterns = {entry.pattern for entry in entries}
         pattern = entries[0].pattern if len(patterns) == 1 else Unstructured.kind
@@ -116,14 +110,14 @@ class PackedExperts:
         empty = {suffix: part[:0] for suffix, part in self.layers[first].parts(first, self.stored).items()}
         mixed = len({entry.format for entry in entries}) > 1
         obstacle = "its experts are stored in several formats" if mixed else None
-        return StoredStack(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
+        return StoredWeight(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
 
     def conversions(self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]) -> list[Any]:
         """The conversions to add to the model's own.
 
         Args:
             dtypes: of all loaded tensors, by their names in the model.
-            stacked: the `StoredStack.target` of the parameters that stay packed.
+            stacked: the `StoredWeight.target` of the parameters that stay packed.
         """
         numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
         parameters = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
@@ -166,21 +160,20 @@ class _Fusing(WeightConverter):
         super().add_tensor(target_key, source_key, source_key, future)
 
 
-class StoredStack(NamedTuple):
-    """The stored tensors of a fused weight of experts."""
+class StoredWeight(NamedTuple):
+    """The stored tensors of a packed weight, on the meta device; of a fused one, those of all experts."""
 
-    layer: PackedLayer  # the fused weight in the model
-    empty: dict[str, Tensor]  # without rows, by suffix
+    layer: PackedLayer  # the weight in the model
+    empty: dict[str, Tensor]  # by suffix; those of a fused weight have no rows: their sizes depend on the files
     tensors: list[Tensor]  # all stored tensors
-    obstacle: str | None  # the reason why it cannot be packed in memory, if any
+    obstacle: str | None = None  # the reason why it cannot be packed in memory, if any
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Placeholders of the packed tensors, by their suffixes, on the weight's device, values in its dtype."""
-        dtypes = {
-            suffix: weight.dtype if part.is_floating_point() else part.dtype for suffix, part in self.empty.items()
-        }
         return {
-            suffix: torch.empty_like(part, dtype=dtypes[suffix], device=weight.device)
+            suffix: torch.empty_like(
+                part, dtype=weight.dtype if part.is_floating_point() else part.dtype, device=weight.device
+            )
             for suffix, part in self.empty.items()
         }
 
@@ -191,8 +184,10 @@ class StoredStack(NamedTuple):
 
     def packed_bytes(self, weight: nn.Parameter) -> int:
         """Bytes of the packed tensors in memory."""
-        sizes = (weight.dtype.itemsize if each.is_floating_point() else each.itemsize for each in self.tensors)
-        return sum(each.numel() * size for each, size in zip(self.tensors, sizes, strict=True))
+        return sum(
+            tensor.numel() * (weight.dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
+            for tensor in self.tensors
+        )
 
 
 class _Packed(NamedTuple):
@@ -203,7 +198,7 @@ class _Packed(NamedTuple):
 
 
 class _Fuse(ConversionOps):
-    """The tensors of a parameter by their names in the files → the parameter, or the packed stack of its matrices."""
+    """Makes a parameter, or the packed stack of its matrices, of its tensors by their names in the files."""
 
     def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
         self.experts, self.dtypes = experts, dtypes
@@ -222,7 +217,7 @@ class _Fuse(ConversionOps):
         mixture = model.get_submodule(path)
         codec, shape = mixture.packed[key]
         matrices = list(self._packed(mixture, key, self.dtypes[target], config, order, tensors))
-        stored = sum(each.shape[0] for each in matrices), *{each.shape[1] for each in matrices}
+        stored = sum(matrix.shape[0] for matrix in matrices), *{matrix.shape[1] for matrix in matrices}
         require(stored == shape, f"{parameter}: its experts are saved as {stored}, config.json says {shape}")
         parts = codec.stack([matrix.parts for matrix in matrices], [matrix.shape for matrix in matrices])
         dtype = self.dtypes[target]

@@ -86,7 +86,7 @@ def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **k
 
 
 def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
-    """As `dispatch_default` of PEFT, also for packed layers."""
+    """Like `dispatch_default` of PEFT, but also for packed layers."""
     if not isinstance(_base(target), PackedLinear):
         module: nn.Module | None = dispatch_default(target, adapter_name, config=config, **kwargs)
         return module
@@ -95,7 +95,7 @@ def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs:
 
 
 def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
-    """As in PEFT, with packed layers; called before any adapter is created.
+    """Expand "all-linear" as PEFT does, but with packed layers; called before any adapter is created.
 
     Raises:
         MoonshotError: an adapter of a parameter that is packed in memory, which PEFT would leave out with a warning.
@@ -154,8 +154,11 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     for config in model.peft_config.values():
         _check_start(config)
     sparse = _adapters(model, [layer.parameter for layer in dense_pruned(model)])
-    on_packed = [each for each in _all_adapters(model) if isinstance(_base(each[1]), PackedLinear)]
-    sparse += [(name, module) for name, module in on_packed if is_pruned(_weight(module))]
+    sparse += [
+        (name, module)
+        for name, module in _all_adapters(model)
+        if isinstance(_base(module), PackedLinear) and is_pruned(_weight(module))
+    ]
     require(bool(sparse), "no adapter is on a pruned layer: nothing to mask")
     for name, module in sparse:
         _check(name, module)
@@ -262,7 +265,7 @@ class SparseParameter(_Masked, ParamWrapper):
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        """As in PEFT, but with the masked change: later releases add the product of the factors, without a mask."""
+        """Like PEFT's, but with the masked change: later releases add the product of the factors without a mask."""
         deltas = [self.get_delta_weight(adapter) for adapter in active_adapters if adapter in self.lora_A]
         if not deltas:
             yield

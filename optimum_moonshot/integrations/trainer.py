@@ -221,9 +221,10 @@ class MoonshotCallback(TrainerCallback):
         sparsity, layers = self.masks.sparsity(), len(self.masks.layers)
         if state.is_world_process_zero:
             counts = Counter(str(pattern) for pattern in self._patterns.values())
-            of_them = "".join(f"; {count} of them are {pattern}" for pattern, count in sorted(counts.items()))
-            each = f"; every layer is {next(iter(counts))}" if list(counts.values()) == [layers] else of_them
-            print(f"sparsity {sparsity:.4f} over {layers} layers: every removed weight is zero{each}")
+            patterns = "".join(f"; {count} of them are {pattern}" for pattern, count in sorted(counts.items()))
+            if list(counts.values()) == [layers]:
+                patterns = f"; every layer is {next(iter(counts))}"
+            print(f"sparsity {sparsity:.4f} over {layers} layers: every removed weight is zero{patterns}")
 
     def _values(self) -> dict[str, float]:
         values = {} if self.masks is None else {SPARSITY: self.masks.sparsity()}

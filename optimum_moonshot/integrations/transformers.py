@@ -8,10 +8,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
@@ -19,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
 from ..checkpoint.quantization_config import MoonshotPrunedCheckpoint
-from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, described_layers
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, StoredTensors
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
@@ -27,12 +26,11 @@ from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
 from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.runtime_selection import DENSE, log_choices, packing_verdict, runtime_entry, total_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .conversion import PackedExperts, StoredStack
+    from .conversion import PackedExperts, StoredWeight
 
 _WEIGHT = ".weight"
 
@@ -60,8 +58,8 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
-        self.kept: list[str] = []  # modules, and fused weights, that stay packed in memory
-        self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredStack.target`
+        self.staying: list[str] = []  # modules, and fused weights, that stay packed in memory
+        self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
         self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
         self.shapes: dict[str, torch.Size] = {}  # of all loaded tensors, by config.json
@@ -83,15 +81,15 @@ class MoonshotQuantizer(HfQuantizer):
     update_attn_implementation = update_tp_plan  # depending on its release, transformers calls one of the two or both
 
     def preprocess_model(self, model: "PreTrainedModel", dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """As in transformers, which does not store the dtype."""
+        """Also store the dtypes of the weights by the caller's dtype, which transformers does not."""
         super().preprocess_model(model, dtype=dtype, **kwargs)
         if not self.pre_quantized:
             return
         # Some layers stay in float32.
         plan: dict[str, torch.dtype] = cast(Any, model)._get_dtype_plan(dtype)
-        wide = {re.compile(part.replace("*", ".*")): kept for part, kept in plan.items()}
+        wide = {re.compile(pattern.replace("*", ".*")): wider for pattern, wider in plan.items()}
         self.dtypes = {
-            name: next((kept for part, kept in wide.items() if part.search(name)), tensor.dtype)
+            name: next((wider for pattern, wider in wide.items() if pattern.search(name)), tensor.dtype)
             for name, tensor in model.state_dict().items()
             if tensor.is_floating_point()
         }
@@ -99,7 +97,9 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
-        from .conversion import PackedExperts  # imports transformers' loader, which imports the quantizers
+        # Late: transformers' loader, which these import, imports the quantizers.
+        from ..checkpoint.in_memory import DENSE
+        from .conversion import PackedExperts
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
         if self.pruning is not None:
@@ -111,15 +111,16 @@ class MoonshotQuantizer(HfQuantizer):
             names = model.config.architectures
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
-            layers = _packed_layers(model, checkpoint_files or [])
             packing = self.runtime in ("packed", "auto")
-            self.experts = PackedExperts.find(model, checkpoint_files or [], packing)
+            with StoredTensors(checkpoint_files or []) as tensors:
+                weights = _packed_weights(model, tensors)
+                self.experts = PackedExperts.find(model, tensors, packing)
             stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
-            self.packed = {name: packed.layer for name, packed in layers.items() if name not in stacks}
+            self.packed = {name: weight.layer for name, weight in weights.items() if name not in stacks}
             if packing:
-                self.chosen = _keep_packed(model, {**layers, **stacks}, self.runtime, device_map, self.inputs)
-                self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
-            self.stacked = {name: stacks[name].target(name) for name in self.kept if name in stacks}
+                self.chosen = _keep_packed(model, {**weights, **stacks}, self.runtime, device_map, self.inputs)
+                self.staying = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
+            self.stacked = {name: stacks[name].target(name) for name in self.staying if name in stacks}
             self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             self.shapes = {name: shape for name, shape in shapes.items() if name not in self.resized}
@@ -127,7 +128,7 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
 
-        from ..checkpoint.in_memory import note, to_runtime
+        from ..checkpoint.in_memory import set_runtime, to_runtime
         from ..pruner import MoonshotPruner
         from .conversion import Unpacking
 
@@ -151,7 +152,7 @@ class MoonshotQuantizer(HfQuantizer):
             with torch.enable_grad():
                 model.moonshot_report = MoonshotPruner(model, self.pruning, *self.processors).prune()
         elif self.chosen:
-            note(model, self.chosen)
+            set_runtime(model, self.chosen)
         elif not self.pre_quantized and self.runtime != "dense":
             to_runtime(model, self.runtime, inputs=self.inputs)
 
@@ -161,9 +162,10 @@ class MoonshotQuantizer(HfQuantizer):
         if paths <= self.request.verified:
             return
         folder = Path(files[0]).parent
+        checkpoint = Checkpoint(folder, packed=True)
         with torch.device("cpu"):  # transformers makes the model on "meta", and calls this in there
-            checked = check_files(folder, True, checksums_wanted())
-        others = paths.symmetric_difference(map(os.path.abspath, checked))
+            check_files(checkpoint, checksums_wanted())
+        others = paths.symmetric_difference(map(os.path.abspath, checkpoint.files))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
     def _prepare_pruning(self, config: MoonshotConfig, model: "PreTrainedModel", files: Sequence[str]) -> None:
@@ -179,25 +181,25 @@ class MoonshotQuantizer(HfQuantizer):
         name: Any = model.name_or_path
         if files and os.path.isdir(name):  # a `subfolder` is not passed on
             folder = Path(files[0]).parent
-            name = folder if any((folder / each).is_file() for each in TOKENIZER_FILES) else name
+            name = folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else name
         self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:
-        """Those of the packed tensors.
+        """The conversions of the packed tensors.
 
-        Not by `serialized_names` and `get_load_operations`, which transformers has since 5.23: their operation gets the
-        tensors by suffix alone, and every matrix has its own format, by its name in the files.
+        `serialized_names` and `get_load_operations`, which transformers has since 5.23, do not suffice: their operation
+        receives the tensors by suffix alone, and every matrix has a format of its own, by its name in the files.
         """
         from .conversion import Unpacking
 
         if not self.pre_quantized:
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        conversions = [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
+        conversions = [Unpacking(self.packed, self.dtypes, self.staying, last) for last in lasts]
         return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
-        """Whether transformers loads a tensor of any shape; it asks nothing else about a quantized checkpoint."""
+        """Whether transformers may load a tensor of any shape; its only question about a quantized checkpoint."""
         return param_name in self.resized
 
     def is_serializable(self) -> bool:
@@ -235,54 +237,37 @@ def _require_complete(model: Any) -> None:
     model._adjust_missing_and_unexpected_keys = adjust_and_check
 
 
-class _StoredWeight(NamedTuple):
-    """A packed weight in the files."""
+def _packed_weights(model: nn.Module, tensors: StoredTensors) -> dict[str, "StoredWeight"]:
+    """Return the packed weights by their names in the model, without `PackedExperts`."""
+    from .conversion import StoredWeight
 
-    layer: PackedLayer
-    stored: str  # its name in the file
-    path: str
-    obstacle: str | None = None  # as of a `StoredStack`
-
-    def empty_parts(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
-        with safe_open(self.path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in self.layer.names(self.stored)}
-        return {
-            suffix: torch.empty_like(
-                part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device
-            )
-            for suffix, part in self.layer.parts(self.stored, tensors).items()
-        }
-
-    def packed_bytes(self, weight: nn.Parameter) -> int:
-        """Bytes of the packed tensors in memory."""
-        return total_bytes(self.empty_parts(weight))
-
-
-def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeight]:
-    """Return the packed weights of the files by their names in the model, without `PackedExperts`."""
     weights = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            layers = described_layers(file.metadata())
-        for stored, name in followed_names(model, layers).items():
-            layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
-            module = model.get_submodule(name.rpartition(".")[0])
-            adapter = find_layer(module)
-            with naming(name):
-                require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
-                matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
-                message = f"its module is a {type(module).__name__}"
-                require(matching, message, field="transposed", value=layer.transposed)
-            weights[name] = _StoredWeight(layer, stored, path)
+    for stored, name in followed_names(model, tensors.layers).items():
+        layer, shape = tensors.layers[stored], tuple(model.get_parameter(name).shape)
+        module = model.get_submodule(name.rpartition(".")[0])
+        adapter = find_layer(module)
+        with naming(name):
+            require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
+            matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
+            message = f"its module is a {type(module).__name__}"
+            require(matching, message, field="transposed", value=layer.transposed)
+            empty = {suffix: part.to("meta") for suffix, part in layer.parts(stored, tensors).items()}
+        weights[name] = StoredWeight(layer, empty, [*empty.values()])
     return weights
 
 
 def _keep_packed(
-    model: nn.Module, weights: Mapping[str, "_StoredWeight | StoredStack"], runtime: str, device_map: Any, inputs: str
+    model: nn.Module, weights: Mapping[str, "StoredWeight"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import hold_packed, matrices_of, obstacle
+    from ..checkpoint.in_memory import (
+        DENSE,
+        log_choices,
+        packing_obstacle,
+        packing_verdict,
+        register_packed,
+        runtime_entry,
+    )
 
     tied = getattr(model, "all_tied_weights_keys", {})
     shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
@@ -290,17 +275,17 @@ def _keep_packed(
         path, layer = name.rpartition(".")[0], stored.layer
         module = model.get_submodule(path)
         device = _device_of(path, device_map)
-        why = "offloaded" if device is None else stored.obstacle or obstacle(module, layer, name in shared)
+        why = "offloaded" if device is None else stored.obstacle or packing_obstacle(module, layer, name in shared)
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
         weight = model.get_parameter(name)
-        packed_bytes, (count, single) = stored.packed_bytes(weight), matrices_of(module, layer)
-        verdict = packing_verdict(runtime, single, packed_bytes // count, weight.dtype, device, inputs)
+        packed_bytes = stored.packed_bytes(weight)
+        verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, device, inputs)
         chosen[name.removesuffix(_WEIGHT)] = runtime_entry(verdict)
         if verdict.faster:
             sizes = [sizes[0] + packed_bytes, sizes[1] + weight.nbytes]
-            hold_packed(model, name, layer, stored.empty_parts(weight), inputs)
+            register_packed(model, name, layer, stored.empty_parts(weight), inputs)
     log_choices(runtime, chosen, *sizes)
     return chosen
 

@@ -16,12 +16,12 @@ from ..runtime.packed_module import PackedMatrix, packed_parts
 from .vllm_linear import DONE, Tally
 
 _UP, _DOWN = "w13_weight", "w2_weight"  # [experts, out, in], gates and up-projections joined along the rows
-# Those that vLLM has for every device apart from its kernels of whole experts.
+# The activations that vLLM has on every device, apart from its kernels of whole experts.
 _ACTIVATIONS = {"silu", "gelu", "gelu_tanh", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):
-    """As `PackedLinearMethod`, for a layer of experts: the matrices of all experts are packed as one stack per weight.
+    """Like `PackedLinearMethod`, but for a layer of experts: packs the matrices of all experts as one stack per weight.
 
     A weight that is not smaller when packed stays dense; if none is smaller, or if only vLLM's own kernels compute the
     layer's activation, these multiply it.
@@ -43,12 +43,12 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         return not self.packed and bool(self.dense.is_monolithic)
 
     def maybe_roundup_sizes(self, *args: Any, **options: Any) -> tuple[int, int]:
-        """As for the dense layer."""
+        """Return the sizes of the dense layer."""
         sizes: tuple[int, int] = self.dense.maybe_roundup_sizes(*args, **options)
         return sizes
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """As for the dense layer."""
+        """Return the configuration of the dense layer."""
         return self.dense.get_fused_moe_quant_config(layer)
 
     def create_weights(self, layer: Any, *args: Any, **attributes: Any) -> None:

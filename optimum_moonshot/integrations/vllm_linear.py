@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import download_safetensors_index_file_from_hf
 
 from ..checkpoint.file_integrity import check_files, checksums_wanted
-from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_layers, read_header
+from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Checkpoint, Layers, described_layers, read_header
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
 from ..objective.grid import Grid
@@ -57,17 +57,21 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
     where = (source.model_or_path, source.subfolder, source.revision)
     path, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
     folder, paths = Path(path), sorted(map(Path, files))
-    metadata = [read_header(path)[0] for path in paths if path.suffix == ".safetensors"]
-    layers = {name: layer for each in metadata for name, layer in described_layers(each).items()}
-    if not any(METHOD in each for each in metadata):
+    metadata = [read_header(path).metadata for path in paths if path.suffix == ".safetensors"]
+    layers = {name: layer for entries in metadata for name, layer in described_layers(entries).items()}
+    if not any(METHOD in entries for entries in metadata):
         return {}
     if not (folder / PACKED_INDEX).is_file():
         name, subfolder, revision = where
         download_safetensors_index_file_from_hf(
             name, PACKED_INDEX, loader.load_config.download_dir, subfolder=subfolder, revision=revision
         )
-    checked = sorted(check_files(folder, True, checksums_wanted()))
-    require(paths == checked, f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}")
+    checkpoint = Checkpoint(folder, packed=True)
+    check_files(checkpoint, checksums_wanted())
+    require(
+        paths == sorted(checkpoint.files),
+        f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}",
+    )
     if loader.enable_weights_track is None:
         loader.enable_weights_track = True  # missing parameters are an error, as for a dense checkpoint
     return layers

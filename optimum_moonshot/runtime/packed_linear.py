@@ -35,7 +35,7 @@ class PackedLinear(PackedModule):
         super().__init__(origin)
         self.out_features, self.in_features = shape
         self.pattern = pattern
-        self.hold(_WEIGHT, PackedMatrix(codec, shape), parts)
+        self.register_packed(_WEIGHT, PackedMatrix(codec, shape), parts)
         self.register_parameter("bias", bias)
 
     @property
@@ -83,7 +83,7 @@ class PackedLinear(PackedModule):
         hint = "call model.dequantize() first, or keep an adapter unmerged, beside the weight"
         require(exact, f"{self.codec.name} cannot represent the new weight", hint=hint)
         parts = {suffix: part.to(weight.device) for suffix, part in parts.items()}
-        self.hold(_WEIGHT, self.packed[_WEIGHT], parts)
+        self.register_packed(_WEIGHT, self.packed[_WEIGHT], parts)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., d_in] → [..., d_out]."""

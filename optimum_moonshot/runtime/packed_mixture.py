@@ -54,7 +54,7 @@ class PackedMixture(PackedModule):
         self.experts = len(weight)
 
     def __getattr__(self, name: str) -> Any:
-        """Also a packed weight, dense and unpacked on every access, as some models read it when they are loaded."""
+        """Unpack a packed weight on every access, dense: some models read their weights when they are loaded."""
         return self.initialized(self.dense(name)) if name in vars(self).get("packed", ()) else super().__getattr__(name)
 
     @property
@@ -62,8 +62,8 @@ class PackedMixture(PackedModule):
         """Whether the dense weights are [E, in, out]."""
         return bool(cast(Any, self.origin).is_transposed)
 
-    def hold(self, weight: str, matrix: PackedMatrix, parts: Mapping[str, Tensor]) -> None:
-        super().hold(weight, matrix, parts)
+    def register_packed(self, weight: str, matrix: PackedMatrix, parts: Mapping[str, Tensor]) -> None:
+        super().register_packed(weight, matrix, parts)
         del self._parameters[weight]
 
     def unpack(self, weight: str) -> None:

@@ -39,7 +39,7 @@ class PackedModule(nn.Module):
         """The module that it replaces, with the packed weights on the meta device."""
         return self._origin[0]
 
-    def hold(self, weight: str, matrix: PackedMatrix, parts: Mapping[str, Tensor]) -> None:
+    def register_packed(self, weight: str, matrix: PackedMatrix, parts: Mapping[str, Tensor]) -> None:
         """Register the tensors of a packed weight, perhaps empty ones to load into, in place of the origin's weight.
 
         Args:

@@ -55,7 +55,7 @@ def pack_if_smaller(matrix: Tensor, grids: Sequence[Grid] = ()) -> Packed | None
 
 
 def _with_smaller_groups(grids: Sequence[Grid], dtype: torch.dtype) -> Iterator[Grid]:
-    """Every grid, each with the groups that divide its own, large ones first."""
+    """The grids with their own groups, and with smaller ones that divide these, large ones first."""
     for grid in grids:
         for group in range(grid.group, 0, -BLOCK):
             if grid.group % group == 0:

@@ -62,8 +62,7 @@ def add_shrink_options(parser: argparse.ArgumentParser) -> None:
 
 def shrink(args: argparse.Namespace) -> None:
     """`moonshot shrink`: load, measure, decide, shrink, measure, save."""
-    from ..runtime.semi_structured import check_batch_shape
-    from .target import Target
+    from .target import Target, check_batch_shape
 
     start = time.perf_counter()
     import_modules(args.imports)

@@ -15,10 +15,9 @@ from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
 from ..pipeline.run_folder import RunFolder
 from ..pipeline.selection import DenseTeacher, Subject, check_dense
-from ..runtime.semi_structured import check_batch_shape
 from .costs import dense_cost
 from .latency import check_timed
-from .target import Target
+from .target import Target, check_batch_shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import memory_size
-from ..errors import MoonshotError, Text, check_number, require
+from ..errors import MoonshotError, Text, check_number, check_whole, require
 
 UNITS = {"parameters": "parameters", "bytes": "bytes", "latency": "seconds"}
 # Parts that stay of which an error has the reasons, and the characters of each reason.
@@ -74,3 +74,11 @@ class Target:
 
     def shown(self, cost: float) -> str:
         return f"{1e3 * cost:.4g} ms" if self.field == "latency" else f"{cost:,.0f} {self.unit}"
+
+
+def check_batch_shape(batch_shape: tuple[int, int]) -> None:
+    """Raise `MoonshotError` unless this is a pair of a number of samples and one of tokens."""
+    pair = isinstance(batch_shape, tuple | list) and len(batch_shape) == 2
+    require(pair, "give samples and tokens", field="batch_shape", value=batch_shape)
+    for size in batch_shape:
+        check_whole("batch_shape", size, 1)

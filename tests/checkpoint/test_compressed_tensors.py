@@ -16,7 +16,7 @@ from quantized_models import quantize
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, verify
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.checkpoint.saving import record
-from optimum_moonshot.checkpoint.weight_files import read_weight_map
+from optimum_moonshot.checkpoint.weight_files import Checkpoint
 from optimum_moonshot.evaluation.text import Perplexity
 
 EXPORT = "compressed-tensors"
@@ -207,7 +207,7 @@ def test_several_files_have_an_index(tmp_path):
     pruner = quantized()
     pruner.save_pretrained(tmp_path / "dense")
     pruner.save_pretrained(tmp_path / EXPORT, format=EXPORT, max_shard_size="300KB")
-    weight_map, stored = read_weight_map(tmp_path / EXPORT, packed=False), tensors(tmp_path / EXPORT)
+    weight_map, stored = Checkpoint(tmp_path / EXPORT).weight_map, tensors(tmp_path / EXPORT)
     assert len(set(weight_map.values())) > 2 and weight_map.keys() == stored.keys()
     index = json.loads((tmp_path / EXPORT / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())

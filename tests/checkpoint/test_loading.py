@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from checkpoint_edits import change_config, change_description, change_file, change_json, read_header
-from checkpoints import assert_same, pruned
+from checkpoints import pruned
 from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
@@ -152,16 +152,9 @@ def test_options_that_bypass_the_checks_are_refused(packed):
         load_pruned(packed[0], quantization_config=MoonshotConfig(pattern="2:4"))
 
 
-def test_without_2_4_tensor_cores_layers_stay_dense_with_a_reason(packed, caplog):
-    folder, model = packed
-    loaded = load_pruned(folder, runtime="semi_structured", batch_shape=(2, 8))
-    assert_same(model, loaded)
-    assert len(loaded.moonshot_runtime) == 21
-    assert all(reason.startswith("dense: ") for reason in loaded.moonshot_runtime.values())
-    assert "0 of 21 layers run as 2:4 tensors at 16 tokens" in caplog.text and "stay dense" in caplog.text
-    for shape in ((0, 8), (1, 2, 3), 8, None, (1, 2.5)):
-        with pytest.raises(MoonshotError, match="batch_shape"):
-            load_pruned(folder, runtime="semi_structured", batch_shape=shape)
+def test_an_unknown_runtime_is_refused(packed):
+    with pytest.raises(MoonshotError, match="runtime='semi_structured': use .dense. or .packed. or .auto.$"):
+        load_pruned(packed[0], runtime="semi_structured")
 
 
 def test_a_missing_repository_is_named():
