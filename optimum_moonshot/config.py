@@ -85,8 +85,6 @@ class MoonshotConfig:
             block runs once more; at λ < 1 the calibration passes grow with the square of the number of blocks.
         fisher: "all" applies both objectives to every pruned layer; "attention" only to the attention's (the paper's
             setting for language models), and λ = 1 to the others.
-        expert_tokens: the inputs in the Gram matrix of an expert: "routed", the tokens that the router sends to it, or
-            "all" tokens. Gradients always follow the model's routing.
         under_calibrated_experts: the statistics of an expert with fewer tokens than one per four inputs: "all" tokens,
             "magnitude", or "routed", the few that it has. The report lists these experts.
         [Data]
@@ -149,7 +147,6 @@ class MoonshotConfig:
     recompute: bool = False
     lam: float | None = None
     fisher: str = "all"
-    expert_tokens: str = "routed"
     under_calibrated_experts: str = "all"
     damping: float | None = None
     block_size: int | None = None

@@ -14,7 +14,6 @@ _OPTIONAL = {"recover", "recover_steps", "recover_lr", "rotation", "sequence_len
 # Field → its strings.
 _CHOICES = {
     "fisher": ("all", "attention"),
-    "expert_tokens": ("routed", "all"),
     "under_calibrated_experts": ("all", "magnitude", "routed"),
     "rotation_weights": ("fisher", "equal"),
     "recover": ("blockwise", "gradual", "distill"),
@@ -35,7 +34,6 @@ _WHOLE = {
 _NOT_WITH_EXPERTS = {
     "targets": "removes equally many experts of every layer",
     "ignore": "removes equally many experts of every layer",
-    "expert_tokens": "uses the tokens routed to each expert",
     "under_calibrated_experts": "uses the tokens routed to each expert, however few",
     "fisher": "uses the Fisher loss of the experts",
     "recompute": "computes all statistics on the dense model",

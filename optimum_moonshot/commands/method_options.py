@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "quant_group",
     ),
     "Quality": (
-        *("solver", "lam", "rotation", "recover", "allocation", "recompute", "fisher", "expert_tokens"),
+        *("solver", "lam", "rotation", "recover", "allocation", "recompute", "fisher"),
         "under_calibrated_experts",
     ),
     "Data": ("calibration", "num_samples", "sequence_length", "seed"),
@@ -77,10 +77,6 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "backward pass. Default: 0.9 for language models, 0.5 for vision",
     },
     "fisher": {"metavar": "LAYERS", "help": '"all" (the default) or "attention": the layers that use the Fisher loss'},
-    "expert_tokens": {
-        "metavar": "HOW",
-        "help": "routed (the default): an expert's statistics use the tokens routed to it; all: all tokens",
-    },
     "under_calibrated_experts": {
         "metavar": "HOW",
         "help": "experts with few routed tokens: all tokens instead (the default), magnitude, or routed as they are",

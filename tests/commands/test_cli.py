@@ -73,7 +73,6 @@ def test_only_explicit_options_reach_the_config(toy):
         "recompute": True,
         "lam": 0.25,
         "fisher": "attention",
-        "expert_tokens": "all",
         "under_calibrated_experts": "magnitude",
         "damping": 0.1,
         "block_size": 64,
