@@ -13,12 +13,11 @@ from ..rotate.report import RotationReport
 from ..shrink.report import ShrinkReport
 from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json, with_tuples
 from .measurement import Measured
-from .tables import html_table, text_table
+from .tables import text_table
 
 REPORT_NAME = "moonshot_report.json"
 # In the JSON, for other programs.
 _DERIVED = ("sparsity", "chosen", "model_sparsity", "bits_per_weight", "model_bits_per_weight")
-_LEFT = ("notes",)  # left-aligned columns of the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,16 +300,6 @@ class PruneReport:
         Args:
             width: characters per line, plus eight if the target sparsities differ and have a column.
         """
-        headers, rows = self._cells()
-        wide = width + (8 if "target" in headers else 0)
-        return "\n".join([text_table(headers, rows, wide, left=_LEFT), *self._summary()])
-
-    def _repr_html_(self) -> str:
-        """The table as HTML, with the first and the last layers of many."""
-        return html_table(*self._cells(), self._summary(), left=_LEFT)
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headers, and a row per layer."""
         allocated = len({layer.target_sparsity for layer in self.layers}) > 1
         sparsities = ("target", "sparsity") if allocated else ("sparsity",)
         headers = ["layer", "shape", "λ", *sparsities, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes"]
@@ -328,7 +317,8 @@ class PruneReport:
             ]
             for layer in self.layers
         ]
-        return headers, rows
+        table = text_table(headers, rows, width + (8 if allocated else 0), left=("notes",))
+        return "\n".join([table, *self._summary()])
 
     @property
     def compacted(self) -> str:

@@ -82,12 +82,12 @@ def baseline_lam(solver: str) -> float:
     return 0.0 if solver == "cap" else 1.0
 
 
-def cells(reports: Sequence[Swept]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column."""
+def table(reports: Sequence[Swept]) -> str:
+    """A text table of the metric by λ (rows), pattern and sparsity (columns), for reports of the same variants."""
     metrics, first = means(reports), reports[0]
     settings, lambdas = first.settings(), list(dict.fromkeys(entry.lam for entry in first.entries))
     best = {setting: choice(reports, *setting) for setting in settings}
-    rows = []
+    rows = [["λ", *(label(*setting) for setting in settings)]]
     for lam in lambdas:
         row = [f"{lam:g}"]
         for setting in settings:
@@ -95,21 +95,10 @@ def cells(reports: Sequence[Swept]) -> tuple[list[str], list[list[str]]]:
             spread = f" ± {value.error:.2g}" if len(reports) > 1 else ""
             row.append(f"{value.value:.4g}{spread}{'*' if best[setting] == lam else ' '}")
         rows.append(row)
-    return ["λ", *(label(*setting) for setting in settings)], rows
-
-
-def heading(reports: Sequence[Swept]) -> str:
-    """The title of the table."""
-    first, dense = reports[0], mean([report.dense for report in reports]).value
-    return f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ"
-
-
-def table(reports: Sequence[Swept]) -> str:
-    """A text table of `cells`, for reports of the same variants, one per seed."""
-    headers, rows = cells(reports)
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    lines = (zip(row, widths, strict=True) for row in (headers, *rows))
-    return "\n".join([heading(reports), *("  ".join(cell.rjust(width) for cell, width in line) for line in lines)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    dense = mean([report.dense for report in reports]).value
+    return "\n".join([f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ", *lines])
 
 
 def label(pattern: str, sparsity: float) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 from ..errors import Option, Text, require
 from ..files import staged
 from ..reports.json_files import Amount, check_fields, check_value, load_json, save_json
-from ..reports.seeds import SweepEntry, cells, choice, heading, label, table
-from ..reports.tables import html_table
+from ..reports.seeds import SweepEntry, choice, label, table
 
 REPORT_NAME = "sweep.json"
 
@@ -76,10 +75,6 @@ class SweepReport:
         parts = [self.solver, self.metric, f"{len(self.entries)} variants", *([f"best λ {choices}"] if choices else [])]
         parts += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
         return f"{type(self).__name__}({', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        """The table as HTML."""
-        return html_table(*cells([self]), [heading([self])])
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is the inverse."""
