@@ -46,7 +46,7 @@ _MODULES = {
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
     "SelfCalibration": "data.self_calibration",
-    "SweepReport": "reports.sweep_report",
+    "SweepReport": "sweep.report",
     "Verification": "checkpoint.verification",
     "accuracy": "evaluation.images",
     "agreement": "evaluation.agreement",

@@ -1,7 +1,7 @@
 """Channel permutations of neurons for n:m, by greedy exchanges of columns, after the rotations are learned.
 
-A permutation of the neurons changes one term of the objective, that of the layer that reads them. The residual stream
-and the coordinates of heads need none: their rotations include all permutations.
+A permutation of the neurons changes only the term of the layer that reads them. The residual stream and the coordinates
+of heads are not permuted, because their rotations include all permutations.
 
 n:m keeps the n largest scores of every m consecutive columns of a row. With column x at position p, and its other
 columns unchanged, a group of m keeps
@@ -9,8 +9,8 @@ columns unchanged, a group of m keeps
     T_p + Σ_rows max(q_p, x),    q_p the n-th largest score of the other columns in a row
 
 A table of this sum for every position and column, added to its transpose, is therefore the gain of every exchange of
-two columns. Exchanges between disjoint groups are independent: in every round, the best exchange of each two groups
-that prefer one another is applied, until none gains.
+two columns. Exchanges between disjoint groups are independent. In every round, each two groups that prefer one another
+apply their best exchange, until none has a gain.
 
 The table consists of L1 distances, ``max(q, x) = (q + x + |q - x|) / 2``. For a large matrix it is approximated by a
 matrix product: ``max(q, x) = q + x - min(q, x)`` with ``min(q, x) ≈ Σ_k w_k a_k(q) a_k(x)`` and ``a_k(x) =
@@ -33,7 +33,7 @@ from .spaces import Space
 
 # The search stops after the first round with a smaller relative gain, or after this many rounds.
 GAIN, ROUNDS = 1e-4, 200
-# The edges of a row, denser at large scores, which decide what is kept: the removed sum is within 0.4% of the exact.
+# The edges of a row, denser at large scores, which decide what is kept: the removed sum is within 0.4% of its value.
 QUANTILES = (0.35, 0.6, 0.8, 0.92, 0.98, 1.0)
 # Up to this many pairs of scores, distances are computed exactly, in about 0.2 s on one core.
 EXACT = 2**28
@@ -50,7 +50,7 @@ def permute_channels(
     state: Learned,
     step_done: Callable[[Learned], None] = lambda state: None,
 ) -> None:
-    """Add the permutations, with their gains, that a learned state lacks; `step_done` sees it after every layer."""
+    """Add the missing permutations and their gains to a learned state; `step_done` receives it after every layer."""
     learned = rotations(spaces, state)
     leaves = {space: change.float() for space, change in learned.items() if not space.permuted}
     for space, group, matrix, weight, block in _readers(objective, spaces):
@@ -61,15 +61,15 @@ def permute_channels(
             diagonal = rotated_diagonal(group.inverse.to(device), None)
             rotated = {each: change.to(device) for each, change in leaves.items()}
             patterns = competing(matrix.patterns)
-            # The objective may sample rows or columns, the search uses all: a permutation fitted to some rows gains
-            # nothing in the others, whose large weights are in other columns.
-            part = weight * float(removed(scores(group, matrix, diagonal, rotated), patterns))
+            # The objective may sample rows or columns, the search uses all: a permutation fitted to some rows has no
+            # gain in the others, whose large weights are in other columns.
+            sampled = weight * float(removed(scores(group, matrix, diagonal, rotated), patterns))
             whole = scores(group, replace(matrix, rows=None, columns=None), diagonal, rotated)
         permutation = best_permutation(whole, patterns)
         before, after = (float(removed(each, patterns)) for each in (whole, whole[:, permutation.to(device)]))
         fraction = max(0.0, 1 - after / before) if before > 0 else 0.0
         state.permutations[space.name] = permutation[None]
-        state.permutation_gains[space.name] = part * fraction * len(patterns) / len(matrix.patterns)
+        state.permutation_gains[space.name] = sampled * fraction * len(patterns) / len(matrix.patterns)
         step_done(state)
 
 
@@ -93,13 +93,10 @@ def competing(patterns: Sequence[Pattern]) -> list[NM]:
 
 
 def search_products(shape: tuple[int, int], patterns: Sequence[Pattern]) -> float:
-    """The cost of a search, in floating-point operations of matrix products of equal duration.
-
-    `shape` is (rows, d_in) of the scores.
-    """
+    """The cost of a search over scores [rows, d_in], in floating-point operations of products that take as long."""
     rows, d_in = shape
-    each = DISTANCE if _is_exact(rows, d_in) else len(QUANTILES)
-    return rows * d_in**2 * each * sum(TABLES * pattern.m for pattern in competing(patterns))
+    per_entry = DISTANCE if _is_exact(rows, d_in) else len(QUANTILES)
+    return rows * d_in**2 * per_entry * sum(TABLES * pattern.m for pattern in competing(patterns))
 
 
 def _is_exact(rows: int, d_in: int) -> bool:
@@ -110,7 +107,7 @@ def _is_exact(rows: int, d_in: int) -> bool:
 def best_permutation(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """A permutation of columns that reduces the sum of the scores [rows, d_in] that the n:m patterns remove.
 
-    int64 [d_in] in host memory: the column at each position. The identity if no better permutation is found.
+    It is the column at each position, int64 [d_in] in host memory; the identity if no better permutation is found.
     """
     patterns, d_in = competing(patterns), scores.shape[1]
     order = torch.arange(d_in, device=scores.device)

@@ -53,6 +53,16 @@ class Space:
     scaled: bool = False
     follows: "Space | None" = None  # the space whose rotation or permutation applies before the scaling
 
+    @property
+    def rotated(self) -> bool:
+        """Whether the space is rotated, rather than permuted or scaled."""
+        return not self.permuted and not self.scaled
+
+    @property
+    def axes(self) -> list[Axis]:
+        """All axes that a change of the basis changes."""
+        return [place.at for place in self.places] + [at for folding in self.foldings for at in folding.readers]
+
 
 def occupied_axes(spaces: Iterable[Space]) -> set[Axis]:
     """The axes with coordinates of some spaces."""

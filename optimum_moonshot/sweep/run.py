@@ -25,8 +25,7 @@ from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from ..reports.measurement import versions
 from ..reports.prune_report import PruneReport
-from ..reports.seeds import SweepEntry
-from .report import SweepReport
+from .report import SweepEntry, SweepReport
 from .variants import Solved, combinations, released_on_failure, select_layers, solve_variants
 
 Metric = Callable[[nn.Module], float]

@@ -9,9 +9,8 @@ from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.reports.prune_report import LayerReport, PruneReport
-from optimum_moonshot.reports.seeds import SweepEntry
 from optimum_moonshot.reports.tables import text_table
-from optimum_moonshot.sweep.report import SweepReport
+from optimum_moonshot.sweep.report import SweepEntry, SweepReport
 
 
 def make_report(count=3, **changes):
