@@ -13,12 +13,12 @@ from ..errors import MAX_INT, MoonshotError, check_path, require
 from ..files import read_json, replace_file
 
 Report = TypeVar("Report")
-# Numbers with their least and largest value; a plain float may be NaN or infinite, as losses can be.
+# Numbers with their least and largest value; a plain float may be NaN or infinite, like a loss.
 Fraction = Annotated[float, 0, 1]
 Amount = Annotated[float, 0, float(MAX_INT)]
 Count = Annotated[int, 0, MAX_INT]
 Size = Annotated[int, 1, MAX_INT]
-# Of a class; a report has one object per layer.
+# Cached, because a report has one object per layer.
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 _NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
 

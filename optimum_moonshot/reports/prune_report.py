@@ -46,10 +46,10 @@ class LayerReport:
     """One pruned matrix, or a mixture with fewer experts. Losses are relative, L(W)/L(0): 0 is the dense layer, 1 an
     empty one.
 
-    `masked` losses are those of the mask on the dense weights, before the update of the survivors; the others are those
-    of the solver's weights, which a recovery may have changed since. Fisher losses are None for λ = 1, which needs no
-    gradients; all losses are None without calibration data. Losses of one solver are comparable between layers and λ;
-    Wanda's are those of diagonals, which its scores use.
+    `masked` losses are of the mask on the dense weights, before the update of the survivors; other losses are of the
+    solver's weights, before any recovery. Fisher losses are None for λ = 1, which needs no gradients; all losses are
+    None without calibration data. Losses of one solver are comparable between layers and λ; Wanda's are computed from
+    diagonals, like its scores.
     """
 
     name: str
@@ -81,7 +81,7 @@ class LayerReport:
         return cls(**{**with_tuples(values, "shape", "notes", "expert_targets"), "experts": experts})
 
     def _notes(self) -> str:
-        """For the table, with the experts that were removed, or the sparsities of experts that differ."""
+        """The notes in the table, with the removed experts, or the sparsities of experts if they differ."""
         notes = [self.experts.line()] if self.experts else []
         notes += [note for note in self.notes if note]
         if self.expert_targets is not None and self.target_sparsity is not None:
@@ -97,8 +97,8 @@ MODEL = "model"  # the name of the whole model among recovered blocks
 @dataclasses.dataclass(frozen=True)
 class BlockReport:
     """One recovered block. Losses are |output - dense output|² / |dense output|², the mean over the tokens of held-out
-    samples, with the preceding blocks recovered; of the distilled `MODEL` the divergence from the dense model's
-    predictions, in nats per token, or half such a distance from its embeddings.
+    samples, with the preceding blocks recovered. For the distilled `MODEL` they are the divergence from the dense
+    model's predictions, in nats per token, or half such a distance from its embeddings.
     """
 
     name: str
@@ -142,7 +142,7 @@ class _Settings(TypedDict):
 
 
 class _LaterSettings(_Settings, total=False):
-    """Those that reports of early releases lack."""
+    """Fields that reports of early releases lack."""
 
     solver_options: dict[str, Any]
     quant_group: int
@@ -173,7 +173,7 @@ class PruneReport:
 
     config: dict[str, Any]
     layers: list[LayerReport]
-    skipped: dict[str, str]  # left dense, with the reason
+    skipped: dict[str, str]  # dense layer → reason
     calibration: dict[str, Any] | None  # source, num_samples, sequence_length, digest, notes
     seconds: dict[str, Amount]  # calibration, solver, recovery (where there was one), total
     peak_memory: Count  # bytes
@@ -181,11 +181,11 @@ class PruneReport:
     parameters: Size  # of the whole dense model, shared ones once
     notes: list[str] = dataclasses.field(default_factory=list)
     evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
+    recovery: list[BlockReport] = dataclasses.field(default_factory=list)
     compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
-    rotation: RotationReport | None = None  # None without one
-    shrink: ShrinkReport | None = None  # the decision, of a model that was made smaller to a target
-    other_bytes: Count | None = None  # of the parameters that are not in pruned layers
+    rotation: RotationReport | None = None
+    shrink: ShrinkReport | None = None  # of a model that was made smaller to a target
+    other_bytes: Count | None = None  # of the parameters outside of pruned layers
 
     @property
     def quantized(self) -> bool:
@@ -348,9 +348,9 @@ class PruneReport:
             lines.append(f"compacted: {self.compacted}")
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
-            shown = ".2%" if values["metric"] == "accuracy" else ".3f"
-            dense = "" if values["dense"] is None else f"dense {values['dense']:{shown}}, "
-            lines.append(f"{name}: {dense}pruned {values['pruned']:{shown}}")
+            digits = ".2%" if values["metric"] == "accuracy" else ".3f"
+            dense = "" if values["dense"] is None else f"dense {values['dense']:{digits}}, "
+            lines.append(f"{name}: {dense}pruned {values['pruned']:{digits}}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
 
 
 def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, Any]:
-    """λ and the losses of a `LayerReport`: of the mask on the dense weights, and of the solver's weights."""
+    """λ and the losses in a `LayerReport`, of the mask on the dense weights and of the solver's weights."""
     return {
         "lam": lam,
         "reconstruction": pruned.reconstruction,

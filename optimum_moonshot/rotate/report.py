@@ -11,10 +11,10 @@ ROTATION_NAME = "moonshot_rotation.json"
 
 @dataclasses.dataclass(frozen=True)
 class RotationReport:
-    """A change of a model's basis, after which it computes the same function.
+    """A change of a model's basis, which preserves its function.
 
-    The objective is the fraction of the scores of all weights that pruning would remove: a mean over the matrices, each
-    relative to its sum, weighted by `weighted`.
+    The objective is the fraction of the scores of all weights that pruning would remove: the mean over the matrices of
+    the fraction in each, weighted by `weighted`.
     """
 
     spaces: dict[str, tuple[int, int]]  # name → number and width of rotations
