@@ -146,8 +146,8 @@ def _distances(logs: Tensor, starts: Tensor, exponents: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distances between the tails that begin at `starts` and their power laws."""
     index = torch.arange(len(logs))
     distances = []
-    for part in torch.arange(len(starts)).split(max(1, SLICE_BYTES // (8 * len(logs)))):
-        start, exponent = starts[part, None], exponents[part, None]
+    for rows in torch.arange(len(starts)).split(max(1, SLICE_BYTES // (8 * len(logs)))):
+        start, exponent = starts[rows, None], exponents[rows, None]
         fitted = 1 - ((logs - logs[start]) * (1 - exponent)).exp()
         observed = (index - start) / (len(logs) - start)
         distances.append((fitted - observed).abs().masked_fill(index < start, 0).amax(1))

@@ -69,22 +69,22 @@ def byte_patterns(variant: Variant, model: nn.Module) -> tuple[dict[str, Pattern
     layers = {layer.name: layer for layer in variant.selection.layers if layer.name in curves}
     choices = {name: _choices(config, curves[name]) for name in layers}
     points = {
-        name: [(choice.bytes(layers[name], config.quant_group), loss) for choice, loss in each.items()]
-        for name, each in choices.items()
+        name: [(choice.bytes(layers[name], config.quant_group), loss) for choice, loss in losses.items()]
+        for name, losses in choices.items()
     }
     weights = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
-    budget = _budget(config, layers, model, sum(min(each)[0] for each in points.values()), weights)
+    budget = _budget(config, layers, model, sum(min(of_layer)[0] for of_layer in points.values()), weights)
     chosen = {name: list(choices[name])[index] for name, index in divide_bytes(points, budget).items()}
     patterns: dict[str, Pattern] = {
         name: choice.pattern(None if choice.bits is None else Grid(choice.bits, config.quant_group))
         for name, choice in chosen.items()
     }
-    taken = sum(choice.bytes(layers[name], config.quant_group) for name, choice in chosen.items())
+    size = sum(choice.bytes(layers[name], config.quant_group) for name, choice in chosen.items())
     counts = Counter("unrounded" if choice.bits is None else f"{choice.bits} bits" for choice in chosen.values())
     kinds = ", ".join(f"{count} layers {kind}" for kind, count in sorted(counts.items()))
     sparsities = [choice.sparsity for choice in chosen.values()] or [0.0]
     low, high = min(sparsities), max(sparsities)
-    mean = f"{8 * taken / max(1, weights):.3f} bits a weight"
+    mean = f"{8 * size / max(1, weights):.3f} bits a weight"
     return patterns, f"Fisher allocation: {kinds}, sparsities {low:.3f} to {high:.3f}; {mean}"
 
 
@@ -112,7 +112,7 @@ def _budget(
     else:
         others, target = other_parameters(model, layers.values()), config.target_bytes_number
         assert target is not None
-        fixed = sum(each.nbytes for each in others) + HEADER_BYTES * (TENSORS * len(layers) + len(others))
+        fixed = sum(parameter.nbytes for parameter in others) + HEADER_BYTES * (TENSORS * len(layers) + len(others))
         budget, value = target - fixed, math.ceil(least + fixed)
         message = f"the smallest choices take {value:,} bytes, {fixed:,} of them for other parameters and headers"
         field = "target_bytes"

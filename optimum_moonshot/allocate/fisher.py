@@ -143,8 +143,8 @@ def _mixed_patterns(curves: dict[str, LossCurve], pattern: MixedNM) -> tuple[dic
     patterns: dict[str, Pattern] = {name: NM(pattern.m - count, pattern.m) for name, count in removed.items()}
     total = sum(removed[name] * steps[name] for name in removed) / max(1, sum(sizes.values()))
     by_sparsity: dict[float, list[str]] = {}
-    for each in patterns.values():
-        by_sparsity.setdefault(each.sparsity, []).append("dense" if not each.sparsity else str(each))
+    for one in patterns.values():
+        by_sparsity.setdefault(one.sparsity, []).append(str(one) if one.sparsity else "dense")
     counts = ", ".join(f"{len(names)} layers {names[0]}" for _, names in sorted(by_sparsity.items()))
     one_n = "; " + ONE_N if any(curve.experts for curve in curves.values()) else ""
     return patterns, f"Fisher allocation: {counts}; sparsity {total:.6f}, target {pattern.sparsity:g}{one_n}"

@@ -71,7 +71,7 @@ def loss_curve(
         raise error.within(layer.name) from None
     scale = layer.shape[0] / len(weight)
     losses = tuple(scale * loss for loss in curve.losses)
-    quantized = {bits: tuple(scale * loss for loss in each) for bits, each in curve.quantized.items()}
+    quantized = {bits: tuple(scale * loss for loss in of_bits) for bits, of_bits in curve.quantized.items()}
     size, removed = layer.shape[0] * layer.shape[1], _removed(layer.shape[0], alive, statistics)
     return dataclasses.replace(curve, size=size, losses=losses, quantized=quantized, dead=removed)
 
@@ -116,7 +116,7 @@ def _total(curves: Sequence[LossCurve], size: int, factor: float = 1.0) -> LossC
     """The sum of curves with the same points, times a factor."""
 
     def total(losses: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-        return tuple(factor * sum(each) for each in zip(*losses, strict=True))
+        return tuple(factor * sum(point) for point in zip(*losses, strict=True))
 
     quantized = {bits: total(curve.quantized[bits] for curve in curves) for bits in curves[0].quantized}
     return LossCurve(size, curves[0].sparsities, total(curve.losses for curve in curves), (), quantized)
@@ -145,12 +145,12 @@ def matrix_curve(
     importance = squares[None] if squares.ndim == 1 else of_rows(squares, len(weight))
 
     def losses(weights: Sequence[Tensor]) -> tuple[float, ...]:
-        deltas = torch.stack([each - weight for each in weights])
+        deltas = torch.stack([pruned - weight for pruned in weights])
         return tuple(gradients.losses(deltas, statistics.limit).tolist())
 
     points = (weight, *trials)
     quantized = {
-        grid.bits: losses([grid.rounded(each, grid.search(each, importance)) for each in points]) for grid in grids
+        grid.bits: losses([grid.rounded(point, grid.search(point, importance)) for point in points]) for grid in grids
     }
     dead = _removed(len(weight), alive, statistics)
     return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized, dead)

@@ -59,7 +59,7 @@ def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     def visit(stage: Stage) -> None:
         with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False)) as observer:
             stage.observe(observer, advance=True)
-        squares.update({each.name: observer.take(each).inputs for each in stage.layers if observer.reached(each)})
+        squares.update({layer.name: observer.take(layer).inputs for layer in stage.layers if observer.reached(layer)})
 
     run_pipeline(_ForwardPass(prepared), visit, prepared.backoff, lambda: prepared.batches, lambda: "the outliers")
     return squares

@@ -78,5 +78,5 @@ def render(tokenizer: Any, messages: Messages, what: str, field: str | None = No
 
 def _may_be_messages(value: Any, strings: bool) -> bool:
     if isinstance(value, list | tuple):
-        return all(isinstance(each, Mapping) for each in value)
+        return all(isinstance(message, Mapping) for message in value)
     return value is None or (strings and isinstance(value, str))

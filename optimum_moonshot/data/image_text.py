@@ -100,7 +100,7 @@ def load_image_text(
 
 def _inputs(source: ImageTextSource, row: Mapping[str, Any], index: int, processor: Any) -> Batch:
     what, value = f"row {index} of {source.name}", row[source.image]
-    pictures = [picture(each, MODES[3], what) for each in (value if isinstance(value, list | tuple) else [value])]
+    pictures = [picture(one, MODES[3], what) for one in (value if isinstance(value, list | tuple) else [value])]
     try:
         text = _prompt(row[source.text], len(pictures), processor)
         inputs = processor(images=pictures, text=[text], return_tensors="pt")

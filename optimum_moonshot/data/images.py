@@ -121,9 +121,9 @@ def load_images(
     numbers, note = class_numbers(source, model) if labels else (None, None)
     drawn = replace(source, rows=shuffled(source.rows, seed, num_samples))
     batches = list(image_batches(drawn, model, processor, numbers, batch_size))
-    taken = sum(len(batch["pixel_values"]) for batch in batches)
-    if taken != num_samples:
-        raise too_few(num_samples, f"{source.name} has {taken} images", taken)
+    count = sum(len(batch["pixel_values"]) for batch in batches)
+    if count != num_samples:
+        raise too_few(num_samples, f"{source.name} has {count} images", count)
     notes += [note] if note else []
     return CalibrationData(batches, num_samples, None, source.name, digest(batches), tuple(notes))
 

@@ -84,8 +84,7 @@ class EvalReport:
             for dataset, value in values.get(field, {}).items():
                 value = math.inf if value is None and kind is Perplexity else value
                 fields = {"value": value, "dataset": dataset, **settings[dataset]}
-                check_fields(kind, fields, dataset)
-                results[field][dataset] = kind(**fields)
+                results[field][dataset] = check_fields(kind, fields, dataset)
         return cls(
             model=values.get("model", ""),
             zero_shot=ZeroShot.from_dict(zero_shot) if zero_shot else None,

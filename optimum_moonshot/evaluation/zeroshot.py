@@ -89,9 +89,7 @@ class ZeroShot:
         names = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(names - set(values))
         require(not missing, f"not a zero-shot result, {', '.join(missing)} is missing", field="baseline")
-        fields = {name: values[name] for name in names}
-        check_fields(cls, fields)
-        return cls(**fields)
+        return check_fields(cls, {name: values[name] for name in names})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ZeroShot:
@@ -212,7 +210,7 @@ def _names(tasks: Any) -> tuple[list[str], list[str]]:
     accepted = "give a list of names or YAML files"
     require(isinstance(listed, list | tuple) and len(listed) > 0, accepted, field="tasks", value=tasks)
     names, folders = [], []
-    for task in (name for each in listed for name in (PAPER_TASKS if each == PAPER else (each,))):
+    for task in (name for given in listed for name in (PAPER_TASKS if given == PAPER else (given,))):
         require(isinstance(task, str | os.PathLike), f"{task!r} is neither a name nor a path", field="tasks")
         path = Path(task)
         if path.suffix not in (".yaml", ".yml"):

@@ -40,7 +40,7 @@ class ExpertSelection(MixtureProblems):
         keeps = {solver: keep}
         others = [other for other in solver_names(Experts) if other != solver]
         keeps |= {other: make_solver(other, {}).solve(problem, pattern).keep[0] for other in others}
-        losses = {name: each.total for name, each in zip(keeps, problem.losses(*keeps.values()), strict=True)}
+        losses = {name: one.total for name, one in zip(keeps, problem.losses(*keeps.values()), strict=True)}
         removed = (~keep).nonzero().flatten().tolist()
         seconds = time.perf_counter() - started
         report = LayerReport(

@@ -53,7 +53,7 @@ class Sliced:
         return tensor
 
     def remaining(self, keep: Mapping[str, Tensor]) -> Tensor:
-        """The smaller tensor; `keep` is as for `ExpertRemoval.apply`."""
+        """A tensor of some experts only; `keep` is as for `ExpertRemoval.apply`."""
         tensor = self.tensor.data
         return tensor.index_select(self.axis, keep[self.mixture].to(tensor.device))
 
@@ -108,14 +108,14 @@ class ExpertRemoval:
     @torch.no_grad()
     def tensors(self, block: str, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The smaller tensors of an onloaded block by their names in it; `keep` is as for `apply`."""
-        inside = {name: each for name, each in self.sliced.items() if name.startswith(f"{block}.")}
-        return {name.removeprefix(f"{block}."): each.remaining(keep) for name, each in inside.items()}
+        inside = {name: sliced for name, sliced in self.sliced.items() if name.startswith(f"{block}.")}
+        return {name.removeprefix(f"{block}."): sliced.remaining(keep) for name, sliced in inside.items()}
 
     @contextmanager
     def removed(self, keep: Mapping[str, Tensor]) -> Iterator[None]:
         """A context in which a model that is in memory lacks experts; `keep` is as for `apply`."""
         with ExitStack() as undo:
-            self._cut(self.sliced.values(), lambda each: each.remaining(keep), undo)
+            self._cut(self.sliced.values(), lambda sliced: sliced.remaining(keep), undo)
             self._configure(undo)
             yield
 
@@ -131,28 +131,28 @@ class ExpertRemoval:
                     undo.callback(weights.restore, weights.changes())
                 with weights.onloaded():
                     restored = undo if weights is RESIDENT else ExitStack()
-                    self._cut(changes, lambda each: each.remaining(keep), restored)
-                    for each in changes:
-                        mark_written(each.owner, each.key)
+                    self._cut(changes, lambda sliced: sliced.remaining(keep), restored)
+                    for sliced in changes:
+                        mark_written(sliced.owner, sliced.key)
             self._configure(undo)
             finish()
             undo.pop_all()
-        for each in self.sliced.values():
-            each.tensor.grad = None  # its shape is that of all experts
+        for sliced in self.sliced.values():
+            sliced.tensor.grad = None  # its shape is that of all experts
 
     def _by_weights(self) -> dict[Weights, list[Sliced]]:
         """The tensors, grouped by the `Weights` of their block."""
         weights, groups = by_module(visited(self.model)), dict[Weights, list[Sliced]]()
-        for each in self.sliced.values():
-            groups.setdefault(weights.get(each.owner, RESIDENT), []).append(each)
+        for sliced in self.sliced.values():
+            groups.setdefault(weights.get(sliced.owner, RESIDENT), []).append(sliced)
         return groups
 
     @staticmethod
-    def _cut(sliced: Iterable[Sliced], smaller: Callable[[Sliced], Tensor], undo: ExitStack) -> None:
+    def _cut(tensors: Iterable[Sliced], smaller: Callable[[Sliced], Tensor], undo: ExitStack) -> None:
         """Replace tensors by smaller ones, until `undo` is closed."""
-        for each in sliced:
-            undo.callback(each.put, each.tensor.data)
-            each.put(smaller(each))
+        for sliced in tensors:
+            undo.callback(sliced.put, sliced.tensor.data)
+            sliced.put(smaller(sliced))
 
     def _configure(self, undo: ExitStack) -> None:
         """Set the attributes and configuration of the smaller model, until `undo` is closed."""
@@ -171,14 +171,14 @@ class ExpertRemoval:
     def _test_run(self, probe: Batch) -> None:
         """Run the model with views of the first experts of each mixture, which need no memory."""
 
-        def first(each: Sliced) -> Tensor:
-            return each.tensor.data.narrow(each.axis, 0, self.left)
+        def first(sliced: Sliced) -> Tensor:
+            return sliced.tensor.data.narrow(sliced.axis, 0, self.left)
 
         @contextmanager
         def within(block: nn.Module) -> Iterator[None]:
             modules = set(block.modules())
             with ExitStack() as undo:
-                self._cut((each for each in self.sliced.values() if each.owner in modules), first, undo)
+                self._cut((sliced for sliced in self.sliced.values() if sliced.owner in modules), first, undo)
                 yield
 
         try:
@@ -196,7 +196,7 @@ class ExpertRemoval:
         """Raise `MoonshotError` unless every mixture is invariant to a permutation of its experts."""
         owners: dict[str, str] = {}  # mixture → the smallest module with all tensors that have an axis of its experts
         for mixture in self.mixtures:
-            names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
+            names = [name.split(".") for name, sliced in self.sliced.items() if sliced.mixture == mixture.name]
             owners[mixture.name] = ".".join(commonprefix(names))
         modules = {owner: self.model.get_submodule(owner) for owner in owners.values()}
         with recorded(modules) as calls, onloaded_in_turn(visited(self.model)):
@@ -207,9 +207,9 @@ class ExpertRemoval:
         for name, owner in owners.items():
             with onloaded(modules[owner]):
                 permuted = {
-                    key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
-                    for key, each in self.sliced.items()
-                    if each.mixture == name
+                    key.removeprefix(f"{owner}."): sliced.remaining({name: order})
+                    for key, sliced in self.sliced.items()
+                    if sliced.mixture == name
                 }
                 invariant = owner in calls and _agree(modules[owner], permuted, *calls[owner])
                 reason = "its experts cannot be removed: their tokens depend on more than the router's scores"
@@ -224,8 +224,8 @@ def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -
     selected = [value for name, value in fields.items() if _GROUPS_CHOSEN.search(name) and value]
     grouped = Experts(pattern.sparsity, groups)
     left, size = count - grouped.removed(count), count // groups
-    each = f"each of the {groups} groups of {size}" if groups > 1 else f"{count}"
-    message, sparsity = f"of {each} experts that", pattern.sparsity
+    whose = f"each of the {groups} groups of {size}" if groups > 1 else f"{count}"
+    message, sparsity = f"of {whose} experts that", pattern.sparsity
     hint = f"set at least {_least(size):.4g}"
     require(left < count, f"{message} rounds to none", field="sparsity", value=sparsity, hint=hint)
     reach = left // groups * (selected[0] if selected and groups > 1 else groups)
@@ -302,7 +302,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _belongs(name: str, mixtures: Mixtures) -> str | None:
     """The mixture whose name shares the longest prefix with a tensor's; None if ambiguous."""
-    shared = {each.name: len(commonprefix([name.split("."), each.name.split(".")])) for each in mixtures}
+    shared = {mixture.name: len(commonprefix([name.split("."), mixture.name.split(".")])) for mixture in mixtures}
     most = max(shared.values())
     nearest = [mixture for mixture, length in shared.items() if length == most]
     return nearest[0] if len(nearest) == 1 else None

@@ -27,7 +27,7 @@ class Pruning(StatisticsTask):
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
         selection = prepared.selection
-        patterns = {layer.name: [each.pattern_of(layer) for each in variants] for layer in selection.layers}
+        patterns = {layer.name: [variant.pattern_of(layer) for variant in variants] for layer in selection.layers}
         samples = 0 if prepared.data is None else prepared.data.num_samples
         spec = StatisticsSpec.of(selection, patterns, samples)
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)

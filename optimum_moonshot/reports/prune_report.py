@@ -11,7 +11,7 @@ from ..errors import require
 from ..objective.quadratic import RelativeLoss
 from ..rotate.report import RotationReport
 from ..shrink.report import ShrinkReport
-from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json, with_tuples
+from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json
 from .measurement import Measured
 from .tables import text_table
 
@@ -76,9 +76,7 @@ class LayerReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From the JSON of `dataclasses.asdict`."""
-        choice = values.get("experts")
-        experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
-        return cls(**{**with_tuples(values, "shape", "notes", "expert_targets"), "experts": experts})
+        return check_fields(cls, values)
 
     def _notes(self) -> str:
         """The notes in the table, with the removed experts, or the sparsities of experts if they differ."""
@@ -118,7 +116,7 @@ class BlockReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
         """From the JSON of `dataclasses.asdict`."""
-        return cls(**with_tuples(values, "notes"))
+        return check_fields(cls, values)
 
 
 class _Evaluation(TypedDict):
@@ -365,19 +363,13 @@ class PruneReport:
             MoonshotError: a field that is missing, unknown, or of another type.
         """
         values = {name: value for name, value in values.items() if name not in _DERIVED}
-        check_fields(cls, values)
-        check_value(dict[str, _Evaluation], values.get("evaluations", {}), "evaluations")
-        check_value(_Calibration | None, values["calibration"], "calibration")
-        check_value(_Compaction | None, values.get("compaction"), "compaction")
-        check_fields(_LaterSettings, values["config"], "config")
-        require(len(values["layers"]) > 0, "layers: must not be empty")
-        values["layers"] = [LayerReport.from_dict(layer) for layer in values["layers"]]
-        values["recovery"] = [BlockReport.from_dict(block) for block in values.get("recovery", ())]
-        rotation = values.get("rotation")
-        values["rotation"] = None if rotation is None else RotationReport.from_dict(rotation)
-        shrink = values.get("shrink")
-        values["shrink"] = None if shrink is None else ShrinkReport.from_dict(shrink)
-        return cls(**values)
+        report: PruneReport = check_fields(cls, values)
+        check_value(dict[str, _Evaluation], report.evaluations, "evaluations")
+        check_value(_Calibration | None, report.calibration, "calibration")
+        check_value(_Compaction | None, report.compaction, "compaction")
+        check_fields(_LaterSettings, report.config, "config")
+        require(len(report.layers) > 0, "layers: must not be empty")
+        return report
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""

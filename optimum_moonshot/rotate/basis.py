@@ -114,7 +114,7 @@ class Basis:
         weights, by_block = by_module(self.blocks), dict[Weights, list[_Change]]()
         for change in self.changes:
             by_block.setdefault(weights.get(change.at.holder, RESIDENT), []).append(change)
-        return sorted(by_block.items(), key=lambda each: each[0] is RESIDENT)
+        return sorted(by_block.items(), key=lambda item: item[0] is RESIDENT)
 
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
@@ -210,7 +210,7 @@ def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:
                 change(at).gains.append((at.axis, gain))
         for place in space.places:
             change(place.at).places.append((space, place))
-    changed = {id(each.at.parameter) for each in changes.values()}
+    changed = {id(change.at.parameter) for change in changes.values()}
     for module, name, parameter in parameter_slots(model):
         if id(parameter) in changed:
             change(Axis(module, name, 0))
@@ -229,9 +229,8 @@ def _tying(model: nn.Module) -> list[Any]:
     """The configurations that tie the head to the embeddings."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return [
-        each for each in {id(config): config, id(text): text}.values() if getattr(each, "tie_word_embeddings", False)
-    ]
+    both = {id(config): config, id(text): text}.values()
+    return [one for one in both if getattr(one, "tie_word_embeddings", False)]
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -295,11 +294,11 @@ def rotate_axis(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor
     if index is None:
         return (last @ rotation[0]).movedim(-1, axis)
     index = index.to(value.device)
-    parts = torch.einsum("...cri,cij->...crj", last[..., index], rotation).flatten(-3)
+    rotated = torch.einsum("...cri,cij->...crj", last[..., index], rotation).flatten(-3)
     flat = index.flatten()
     if flat.numel() == last.shape[-1]:
-        return parts[..., flat.argsort()].movedim(-1, axis)
-    return last.index_copy(-1, flat, parts).movedim(-1, axis)
+        return rotated[..., flat.argsort()].movedim(-1, axis)
+    return last.index_copy(-1, flat, rotated).movedim(-1, axis)
 
 
 @torch.no_grad()

@@ -32,10 +32,10 @@ def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Spa
     """The spaces of a model that may be rotated, permuted or scaled, and the reasons why others are excluded."""
     selection = prepared.selection
     by_layer = {layer.name: patterns(layer) for layer in selection.layers}
-    permuted = [name for name, those in by_layer.items() if competing(those)]
+    permuted = [name for name, of_layer in by_layer.items() if competing(of_layer)]
     # Rows that the solver compares with each other are scaled by their gradients, if it uses them.
     weighted = selection.rotates_by_gradients and not selection.solver.objective.diagonal_only
-    compared = [name for name, those in by_layer.items() if any(isinstance(one, Unstructured) for one in those)]
+    compared = [name for name, of_layer in by_layer.items() if any(isinstance(one, Unstructured) for one in of_layer)]
     heads = selection.config.rotation == "heads"
     return find(prepared.model, prepared.probe, heads, permuted, compared if weighted else [])
 
@@ -66,7 +66,7 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
         if not fisher or selection.needs_gradients:
             raise
         hints = (error.hint, Text("{} needs no gradients", Option("rotation_weights", "equal")))
-        texts = [each if isinstance(each, Text) else Text(each) for each in hints if each]
+        texts = [hint if isinstance(hint, Text) else Text(hint) for hint in hints if hint]
         error.hint = Text("; ".join("{}" for _ in texts), *texts)
         raise error.within(Option("rotation_weights", "fisher")) from None
     objective = gathering.objective()

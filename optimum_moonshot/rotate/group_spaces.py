@@ -111,12 +111,12 @@ def _find_scales(trace: Trace, groups: Groups, layers: Collection[str], spaces: 
 
 
 def _free_readers(
-    trace: Trace, groups: Groups, layers: Collection[str], taken: set[Axis]
+    trace: Trace, groups: Groups, layers: Collection[str], occupied: set[Axis]
 ) -> Iterator[tuple[Node, StructuredGroups]]:
     """The nodes of some layers whose columns are not in other spaces, with their structured groups."""
     for name, group in groups.items():
         node = trace.by_name.get(name)
-        if node is not None and name in layers and taken.isdisjoint(node.reads):
+        if node is not None and name in layers and occupied.isdisjoint(node.reads):
             yield node, group
 
 
@@ -147,7 +147,7 @@ def _positions(leaf: Tensor, plain: Tensor | None, scaled: Tensor | None, factor
     """The column of a head that each row computes alone, int64 [rows]; -1 for none."""
     if plain is None or scaled is None:
         return torch.full((leaf.shape[-1],), -1)
-    before, after = (each.flatten(0, -2).double().cpu() for each in (plain, scaled))
+    before, after = (gradient.flatten(0, -2).double().cpu() for gradient in (plain, scaled))
     size = before.square().sum(0)
     ratio = (before * after).sum(0) / size.clamp_min(1e-300)
     error = (after - before * ratio).norm(dim=0)
@@ -199,7 +199,7 @@ def _mixes_tokens(inputs: Tensor, leaf: Tensor, rows: Tensor) -> bool:
     signs = torch.randn(rows.shape[1], generator=generator).sign().to(inputs.device, inputs.dtype)
     cotangent = random_like(inputs, generator)
     permuted = (cotangent.unflatten(-1, (-1, rows.shape[1]))[..., order.to(inputs.device)] * signs).flatten(-2)
-    before, after = (vjp(inputs, each, [leaf])[0] for each in (cotangent, permuted))
+    before, after = (vjp(inputs, vector, [leaf])[0] for vector in (cotangent, permuted))
     if before is None or after is None:
         return False
     expected = before[..., rows[:, order].to(leaf.device)] * signs

@@ -174,8 +174,8 @@ def _start(families: Mapping[str, list[Space]]) -> dict[str, Tensor]:
     tensors = {}
     for name, family in families.items():
         size = family[0].width - family[0].fixes_ones
-        for part in ("at", "best", "first", "second"):
-            tensors[f"{name}.{part}"] = torch.zeros(sum(space.count for space in family), size, size)
+        for kind in ("at", "best", "first", "second"):
+            tensors[f"{name}.{kind}"] = torch.zeros(sum(space.count for space in family), size, size)
     return tensors
 
 

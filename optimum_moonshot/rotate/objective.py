@@ -81,7 +81,7 @@ class Objective:
         spaces: dict[Space, None] = {}
         for group in self.groups:
             spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
-            spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
+            spaces |= dict.fromkeys(coordinates.space for matrix in group.matrices for coordinates in matrix.writes)
         return list(spaces)
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:

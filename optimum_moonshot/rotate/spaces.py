@@ -146,7 +146,7 @@ def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ..
     for place, node in enumerate(trace.nodes):
         if node.norm is None:
             continue
-        readers = [reader for reader, sets in sources.items() if any(place in each for each in sets)]
+        readers = [reader for reader, sets in sources.items() if any(place in nodes for nodes in sets)]
         nodes = [
             trace.nodes[reader] for reader in readers if reader is not None and sources[reader] == {frozenset([place])}
         ]

@@ -109,7 +109,7 @@ class Trace:
         by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            read = next((each for each in (*args, *named.values()) if _is_floating(each)), None)
+            read = next((value for value in (*args, *named.values()) if _is_floating(value)), None)
             if read is not None and read.grad_fn is None and not torch.is_grad_enabled():
                 node.hidden = True
             elif read is not None:
@@ -149,7 +149,7 @@ class Trace:
         for tensor in self.results:
             if tensor.requires_grad:
                 gradients = vjp(tensor, torch.randn_like(tensor), [leaf for _, leaf in flat])
-                places = {place for (place, _), each in zip(flat, gradients, strict=True) if each is not None}
+                places = {place for (place, _), gradient in zip(flat, gradients, strict=True) if gradient is not None}
                 yield Reading(None, frozenset(), frozenset(places), False)
 
     def _reading(self, reader: int, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
@@ -308,7 +308,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if module in embeddings or module in norms or not _is_floating(output) or find_layer(module) is not None:
             return
-        read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
+        read = next((value for value in (*args, *named.values()) if isinstance(value, Tensor)), None)
         if read is None or not read.is_floating_point():
             tables = list(module.parameters(recurse=False))
             if len(tables) == 1 and tables[0].ndim == 2 and tables[0].shape[1] == output.shape[-1]:

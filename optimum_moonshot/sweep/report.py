@@ -106,9 +106,8 @@ class SweepReport:
         """
         require(isinstance(values.get("entries"), list), "must be a list", field="entries", value=values.get("entries"))
         values = {**_with_nan(values, "dense"), "entries": [_with_nan(e, "metric", "loss") for e in values["entries"]]}
-        check_fields(cls, values)
-        check_value(int, values["config"].get("seed"), "config.seed")
-        report = cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
+        report: SweepReport = check_fields(cls, values)
+        check_value(int, report.config.get("seed"), "config.seed")
         variants = {(*setting, entry.lam) for setting in report.settings() for entry in report.entries}
         complete = {(entry.pattern, entry.sparsity, entry.lam) for entry in report.entries} == variants
         require(complete, "entries: must have every λ of every pattern and sparsity")
