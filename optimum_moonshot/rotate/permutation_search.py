@@ -33,7 +33,7 @@ from .spaces import Space
 
 # The search stops after the first round with a smaller relative gain, or after this many rounds.
 GAIN, ROUNDS = 1e-4, 200
-# The edges of a row, denser at large scores, which decide what is kept: the removed sum is within 0.4% of its value.
+# The edges of a row, denser at large scores, which decide what is kept: the removed sum is 0.4% too large at most.
 QUANTILES = (0.35, 0.6, 0.8, 0.92, 0.98, 1.0)
 # Up to this many pairs of scores, distances are computed exactly, in about 0.2 s on one core.
 EXACT = 2**28
