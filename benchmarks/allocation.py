@@ -13,11 +13,10 @@ from itertools import product
 import torch
 from common import RESULTS, parser, write
 from quality import DEMO, mean_error
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot.reports.tables import text_table
 
 VARIANTS = {
     "uniform": {},
@@ -65,12 +64,13 @@ def main() -> None:
 
 
 def show(results: dict, dense: float, options) -> None:
-    table = Table("method", *options.variants, title=f"held-out perplexity at {options.sparsity:g}, dense {dense:.1f}")
+    rows = []
     for name, row in results.items():
-        table.add_row(name, *(mean_error(row[variant]["perplexity"]) for variant in options.variants))
+        rows.append([name, *(mean_error(row[variant]["perplexity"]) for variant in options.variants)])
         seconds = (row[variant]["seconds"] for variant in options.variants)
-        table.add_row("seconds", *(f"{statistics.median(each):.1f}" if each else "" for each in seconds))
-    Console(width=120).print(table)
+        rows.append(["seconds", *(f"{statistics.median(each):.1f}" if each else "" for each in seconds)])
+    print(f"held-out perplexity at {options.sparsity:g}, dense {dense:.1f}")
+    print(text_table(["method", *options.variants], rows, 120))
 
 
 if __name__ == "__main__":

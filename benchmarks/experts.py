@@ -42,7 +42,6 @@ STEPS: dict[str, tuple[dict, Iterable[str], tuple[float, ...]]] = {
     "REAP": ({"solver": "reap"}, WHOLE, LAMBDAS[:1]),
     "OSSCAR": ({"solver": "osscar"}, WHOLE, LAMBDAS),
     BOTH: ({"solver": "osscar"}, ("1/4 of the experts",), LAMBDAS[:2]),
-    "SparseGPT, all tokens": ({"expert_tokens": "all"}, ("0.5", "0.7"), LAMBDAS[:1]),
     "SparseGPT, shares": ({"allocation": "fisher"}, ("0.7",), LAMBDAS),
     "ALPS": ({"solver": "alps"}, ("0.7", "2:4"), LAMBDAS[:1]),
     "ALPS, shares": ({"solver": "alps", "allocation": "fisher"}, ("0.7",), LAMBDAS[:1]),

@@ -17,8 +17,6 @@ import torch
 from common import RESULTS, parser, write
 from peft import LoraConfig, get_peft_model
 from quality import DEMO, ROOT, mean_error
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -28,6 +26,7 @@ from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
 from optimum_moonshot.integrations.peft import sparse_lora
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.recover.blockwise import Recovery
+from optimum_moonshot.reports.tables import text_table
 
 PATTERNS = {"0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
 LENGTH = 256
@@ -154,11 +153,12 @@ def overhead(bench: Bench, steps: int) -> dict:
 
 def show(title: str, rows: list[dict]) -> None:
     cases = sorted({row["case"] for row in rows})
-    table = Table("", *cases, title=title)
-    for name, value in rows[0].items():
-        if name not in ("case", "seed") and isinstance(value, float):
-            table.add_row(name, *(mean_error([row[name] for row in rows if row["case"] == case]) for case in cases))
-    Console(width=100).print(table)
+    lines = [
+        [name, *(mean_error([row[name] for row in rows if row["case"] == case]) for case in cases)]
+        for name, value in rows[0].items()
+        if name not in ("case", "seed") and isinstance(value, float)
+    ]
+    print(title, text_table(["", *cases], lines, 100), sep="\n")
 
 
 def merged(name: str, rows: list[dict]) -> list[dict]:

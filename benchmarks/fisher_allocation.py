@@ -15,8 +15,6 @@ from itertools import product
 import torch
 from common import RESULTS, parser, write
 from quality import DEMO
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
@@ -31,6 +29,7 @@ from optimum_moonshot.pipeline.store import ResultStore
 from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.progress import progress_bar
 from optimum_moonshot.prune.layers import Pruning
+from optimum_moonshot.reports.tables import text_table
 
 SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 
@@ -158,13 +157,13 @@ class SixSolves(Pruning):
 
 def show(results: dict) -> None:
     ways = ("uniform", "fisher", "six solves")
-    table = Table("", *ways, "excess / six solves", "time / uniform")
+    rows = []
     for name, row in results.items():
         values = (f"{row[way]['perplexity']:.2f}" for way in ways)
         worse = row["fisher"]["excess"] / row["six solves"]["excess"]
         slower = row["fisher"]["seconds"] / row["uniform"]["seconds"]
-        table.add_row(name, *values, f"{worse:.3f}", f"{slower:.2f}")
-    Console(width=120).print(table)
+        rows.append([name, *values, f"{worse:.3f}", f"{slower:.2f}"])
+    print(text_table(["", *ways, "excess / six solves", "time / uniform"], rows, 120))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotate import run as rotating
 from optimum_moonshot.rotate.basis import Basis
-from optimum_moonshot.rotate.search import find
+from optimum_moonshot.rotate.group_spaces import find
 
 WAYS = ("as they were", "in the order found")
 CALIBRATION = {"num_samples": 128, "sequence_length": 256}

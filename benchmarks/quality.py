@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 from common import parser, write
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +20,7 @@ from optimum_moonshot import MoonshotConfig, perplexity  # noqa: E402
 from optimum_moonshot.functional import prune_weight  # noqa: E402
 from optimum_moonshot.prune import layers as solving  # noqa: E402
 from optimum_moonshot.pruner import MoonshotPruner  # noqa: E402
+from optimum_moonshot.reports.tables import text_table  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo_model"
 PATTERNS = {"0.6": {"sparsity": 0.6}, "0.7": {"sparsity": 0.7}, "0.8": {"sparsity": 0.8}, "2:4": {"pattern": "2:4"}}
@@ -126,10 +125,8 @@ def mean_error(values: list[float]) -> str:
 
 
 def show(results: dict[str, dict[str, list[float]]], dense: float, columns) -> None:
-    table = Table("method", *columns, title=f"held-out perplexity, dense {dense:.1f}")
-    for name, row in results.items():
-        table.add_row(name, *(mean_error(row[column]) for column in columns))
-    Console(width=100).print(table)
+    rows = [[name, *(mean_error(row[column]) for column in columns)] for name, row in results.items()]
+    print(f"held-out perplexity, dense {dense:.1f}", text_table(["method", *columns], rows, 100), sep="\n")
 
 
 if __name__ == "__main__":

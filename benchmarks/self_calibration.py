@@ -8,10 +8,9 @@ import time
 
 from common import parser, write
 from quality import DEMO, load_demo, measure
-from rich.console import Console
-from rich.table import Table
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.reports.tables import text_table
 
 SPARSITIES, LAMBDAS = [0.7, 0.8], [1.0, 0.5]
 
@@ -45,7 +44,8 @@ def main() -> None:
 
 
 def show(rows: list[dict], dense: float) -> None:
-    table = Table("data", "samples", *(f"{s:g}, λ = {lam:g}" for s in SPARSITIES for lam in LAMBDAS))
+    headers = ["data", "samples", *(f"{s:g}, λ = {lam:g}" for s in SPARSITIES for lam in LAMBDAS)]
+    lines = []
     for data, samples in dict.fromkeys((row["data"], row["samples"]) for row in rows):
         values_shown = []
         for sparsity in SPARSITIES:
@@ -53,8 +53,8 @@ def show(rows: list[dict], dense: float) -> None:
                 wanted = {"data": data, "samples": samples, "sparsity": sparsity, "λ": lam}
                 values = [row["perplexity"] for row in rows if wanted.items() <= row.items()]
                 values_shown.append(f"{sum(values) / len(values):.1f}")
-        table.add_row(data, str(samples), *values_shown)
-    Console(width=100).print(f"held-out perplexity, dense {dense:.1f}", table)
+        lines.append([data, str(samples), *values_shown])
+    print(f"held-out perplexity, dense {dense:.1f}", text_table(headers, lines, 100), sep="\n")
 
 
 if __name__ == "__main__":

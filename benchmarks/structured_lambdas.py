@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
-from optimum_moonshot.reports.seeds import SweepEntry
+from optimum_moonshot.sweep.report import SweepEntry
 
 LENGTH, SAMPLES = 256, 128
 HERE = Path(__file__).parent

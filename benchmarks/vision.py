@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 from common import parser, write
 from quality import mean_error
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from train_deit import OUTPUT
 from transformers import DeiTForImageClassification
 from vision_models import batches, cifar10, resnet20
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, accuracy
+from optimum_moonshot.reports.tables import text_table
 
 
 def run(model: nn.Module, solver: str, options) -> dict:
@@ -53,10 +52,11 @@ def run(model: nn.Module, solver: str, options) -> dict:
 
 def show(title: str, results: dict) -> None:
     columns = next(iter(results["top1"].values()))
-    table = Table("λ", *columns, title=f"{title}, top-1, dense {results['dense']:.2%}")
-    for lam, row in results["top1"].items():
-        table.add_row(lam, *(mean_error([100 * value for value in row[name]]) for name in columns))
-    Console(width=100).print(table)
+    rows = [
+        [lam, *(mean_error([100 * value for value in row[name]]) for name in columns)]
+        for lam, row in results["top1"].items()
+    ]
+    print(f"{title}, top-1, dense {results['dense']:.2%}", text_table(["λ", *columns], rows, 100), sep="\n")
 
 
 def main() -> None:

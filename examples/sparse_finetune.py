@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner, perplexity
@@ -73,10 +71,9 @@ def heldout_perplexity(model, tokenizer, length: int) -> float:
 
 def show(results: Results) -> None:
     """Print a table of perplexities and sparsities."""
-    table = Table("model", "perplexity", "sparsity")
+    print(f"{'model':<9}  perplexity  sparsity")
     for name, (value, sparsity) in results.items():
-        table.add_row(name, f"{value:.2f}", f"{sparsity:.4f}")
-    Console().print(table)
+        print(f"{name:<9}  {value:10.2f}  {sparsity:8.4f}")
 
 
 if __name__ == "__main__":

@@ -160,13 +160,6 @@ class Options:
         choices=("all", "attention"),
         experts="uses the Fisher loss of the experts",
     )
-    expert_tokens: str = option(
-        "routed",
-        "routed (the default): an expert's statistics use the tokens routed to it; all: all tokens",
-        more="Gradients always follow the model's routing.",
-        choices=("routed", "all"),
-        experts="uses the tokens routed to each expert",
-    )
     under_calibrated_experts: str = option(
         "all",
         "experts with few routed tokens: all tokens instead (the default), magnitude, or routed as they are",

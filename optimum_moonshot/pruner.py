@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from .model.losses import Loss
     from .plan.report import Plan
     from .reports.prune_report import PruneReport
-    from .reports.seeds import SweepEntry
     from .rotate.report import RotationReport
     from .shrink.hidden_size import WidthReduction
     from .shrink.report import ShrinkReport
-    from .sweep.report import SweepReport
+    from .sweep.report import SweepEntry, SweepReport
 
 
 class MoonshotPruner:

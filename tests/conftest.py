@@ -18,9 +18,9 @@ import transformers as hf
 from checkpoints import pruned
 from matplotlib.figure import Figure
 
+from optimum_moonshot.checkpoint import card
 from optimum_moonshot.model.offload import Offloaded
-from optimum_moonshot.reports import plots
-from optimum_moonshot.reports.by_kind import PLOT_NAME
+from optimum_moonshot.reports.plots import PLOT_NAME
 from optimum_moonshot.solvers import base
 
 torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def quick_pictures(monkeypatch, request):
             path.write_bytes(picture())
             return path
 
-        monkeypatch.setattr(plots, "save_plot", save_plot)
+        monkeypatch.setattr(card, "save_plot", save_plot)
 
 
 class OnloadCount:

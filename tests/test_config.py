@@ -38,7 +38,6 @@ BAD = {
     "recompute": [1, 0, None, "yes"],
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["mlp", None, True, 1],
-    "expert_tokens": ["", "some", None, True],
     "under_calibrated_experts": ["", "pooled", None, True],
     "damping": [0, -0.01, 1.5, NAN, "0.01", True],
     "block_size": [0, -1, 64.0, "128", True],

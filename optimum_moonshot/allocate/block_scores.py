@@ -1,12 +1,12 @@
 """Sparsities of decoder layers by outliers (OWL) or by spectra (AlphaPruning).
 
-OWL (Yin et al., arXiv 2310.05175) prunes decoder layers less that have many outliers among |W|·‖x‖₂; AlphaPruning (Lu
-et al., arXiv 2410.10912) those whose singular values have the heavier tail. All matrices of a decoder layer get the
-same sparsity, up to one weight; a layer outside of them is scored alone.
+OWL (Yin et al., arXiv 2310.05175) prunes decoder layers less if they have many outliers among |W|·‖x‖₂, AlphaPruning
+(Lu et al., arXiv 2410.10912) if their singular values have a heavy tail. All matrices of a decoder layer get the same
+sparsity, up to one weight; a layer outside of decoder layers is scored alone.
 
-Exactly ``round(sparsity · total)`` of all weights are removed for any scores: the blocks' sparsities are shifted (OWL)
-or scaled (AlphaPruning) until their clipped values have the target mean over the weights; then the layers' counts are
-rounded by largest remainders. Comparison groups divide the count of a layer without a remainder.
+Exactly ``round(sparsity · total)`` of all weights are removed for any scores. The sparsities of the blocks are shifted
+(OWL) or scaled (AlphaPruning) until their clipped values have the target mean over the weights, then the counts of the
+layers are rounded by largest remainders. A layer's count is divided between its comparison groups without a remainder.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ def block_scores(
     input_squares: dict[str, Tensor],
     progress: bool = False,
 ) -> list[float]:
-    """The score of every block of the dense model by OWL or AlphaPruning, for any sparsity.
+    """The score of every block of the dense model by OWL or AlphaPruning, whatever the sparsity.
 
-    The layers of a block are onloaded until the next block. `input_squares` are Σ x² of a layer's inputs [d_in], for
-    OWL.
+    `input_squares` has Σ x² of each layer's inputs [d_in], for OWL.
 
     Raises:
-        MoonshotError: AlphaPruning on a block whose spectra have no tail.
+        MoonshotError: the singular values of a block have no tail, for AlphaPruning.
     """
     if config.allocation == "owl":
         threshold = config.owl_threshold
         return [
-            outlier_share([each.matrix for each in block], [input_squares[each.name] for each in block], threshold)
+            outlier_share([layer.matrix for layer in block], [input_squares[layer.name] for layer in block], threshold)
             for block in blocks
         ]
     bar = progress_bar(blocks, desc="singular values", unit="block", leave=False, shown=progress)
@@ -61,7 +60,7 @@ def block_scores(
 def allocate(
     config: MoonshotConfig, blocks: Sequence[Sequence[PrunableLayer]], scores: list[float]
 ) -> tuple[dict[str, Unstructured], str]:
-    """The pattern of every layer at the configuration's sparsity by the scores of its blocks, and a note."""
+    """The pattern of every layer at the configured sparsity, by the scores of the blocks, and a note."""
     sizes = {layer.name: layer.shape[0] * layer.shape[1] for block in blocks for layer in block}
     sparsity = config.sparsity
     assert sparsity is not None  # the pattern is unstructured
@@ -72,8 +71,8 @@ def allocate(
     else:
         sparsities = alpha_sparsities(scores, by_block, sparsity, config.alpha_tau)
         note = "AlphaPruning"
-    named = {layer.name: each for block, each in zip(blocks, sparsities, strict=True) for layer in block}
-    patterns = exact_patterns(sizes, named, sparsity)
+    by_layer = {layer.name: value for block, value in zip(blocks, sparsities, strict=True) for layer in block}
+    patterns = exact_patterns(sizes, by_layer, sparsity)
     return patterns, f"{note}: sparsities {min(sparsities):.4f} to {max(sparsities):.4f} in {len(blocks)} blocks"
 
 
@@ -91,7 +90,7 @@ def _mean_exponent(block: Sequence[PrunableLayer]) -> float:
 
 
 def outlier_share(weights: list[Tensor], input_squares: list[Tensor], threshold: float) -> float:
-    """OWL's score of a block, in percent: the |W|·‖x‖₂ above `threshold` (M) times their mean.
+    """OWL's score of a block: the percentage of |W|·‖x‖₂ above `threshold` (M) times their mean.
 
     `input_squares` are Σ x² over all tokens, [d_in], or [groups, d_in] for groups of rows with separate inputs.
     """
@@ -147,8 +146,8 @@ def _distances(logs: Tensor, starts: Tensor, exponents: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distances between the tails that begin at `starts` and their power laws."""
     index = torch.arange(len(logs))
     distances = []
-    for part in torch.arange(len(starts)).split(max(1, SLICE_BYTES // (8 * len(logs)))):
-        start, exponent = starts[part, None], exponents[part, None]
+    for rows in torch.arange(len(starts)).split(max(1, SLICE_BYTES // (8 * len(logs)))):
+        start, exponent = starts[rows, None], exponents[rows, None]
         fitted = 1 - ((logs - logs[start]) * (1 - exponent)).exp()
         observed = (index - start) / (len(logs) - start)
         distances.append((fitted - observed).abs().masked_fill(index < start, 0).amax(1))
@@ -165,9 +164,9 @@ def owl_sparsities(scores: list[float], sizes: list[int], sparsity: float, sprea
 
 
 def alpha_sparsities(exponents: list[float], sizes: list[int], sparsity: float, spread: float) -> list[float]:
-    """As `owl_sparsities`, in proportion to 1 - `spread` … 1 + `spread` (τ), lower for a heavier tail.
+    """Like `owl_sparsities`, but in proportion to 1 - `spread` … 1 + `spread` (τ), lower for a heavier tail.
 
-    `exponents` are the mean `tail_exponent` of each block.
+    `exponents` has the mean `tail_exponent` of each block.
     """
     weights = [1 - spread + 2 * spread * value for value in _unit(exponents)]
     return _at_mean(lambda factor: [factor * value for value in weights], 0.0, 1 / (1 - spread), sizes, sparsity)
@@ -210,9 +209,9 @@ def exact_patterns(
     sparsity: float,
     least: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Unstructured]:
-    """Patterns near the sparsities of layers that together remove ``round(sparsity · total)`` weights.
+    """Patterns near the sparsities of the layers that together remove ``round(sparsity · total)`` weights.
 
-    `least` has the number of weights that a layer loses in any case, by its name; their sum may exceed that total.
+    `least` has the number of weights that any mask removes from a layer; the sum may exceed that total.
     """
     fixed = [least.get(name, 0) for name in sizes]
     quotas = [max(0.0, sizes[name] * sparsities[name] - count) for name, count in zip(sizes, fixed, strict=True)]

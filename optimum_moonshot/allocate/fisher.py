@@ -11,14 +11,14 @@ are measured before the run, by separate passes over the dense model, from fewer
 * one in `SHARE` rows of a matrix, but at least `ROWS`: all rows share one Gram matrix, and their losses add up;
 * ŵ(s) by the run's solver at λ = 1, whose single factorization (or elimination) serves every s.
 
-So the statistics of one block at most are in memory, fewer than for pruning; the curves do not depend on λ; and the
-variants of a sweep share them. A run at λ = 1 has its only backward pass here, a run with ``recompute`` its only pass
-over the dense model. The store keeps every curve, so that a resumed run has the same allocation.
+The statistics of one block at most are in memory, fewer than for pruning. The curves do not depend on λ, and the
+variants of a sweep share them. They need the only backward pass of a run at λ = 1, and the only pass over the dense
+model of a run with ``recompute``. Every curve is stored, so that a resumed run has the same allocation.
 """
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from tqdm.auto import tqdm
@@ -52,11 +52,11 @@ class CurveMeasurement(StatisticsTask):
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
         self.prepared, self.variants, self.bar = prepared, variants, bar
         self.unreached: set[str] = set()
-        self.measured: list[tuple[int, str, LossCurve]] = []  # variant, layer and curve, not exchanged yet
+        self.measured: list[tuple[int, str, LossCurve]] = []  # variant, layer and curve, before the next exchange
         self.pipeline = ModelPipeline(prepared, self)
 
     def lacking(self, layer: PrunableLayer) -> dict[tuple[Pattern, ...], list[Variant]]:
-        """The variants that lack a layer's curve, by the patterns of its points."""
+        """The variants without a layer's curve, by the patterns of its points."""
         lacking: dict[tuple[Pattern, ...], list[Variant]] = {}
         for variant in self.variants:
             if layer.name not in variant.store.curves:
@@ -67,7 +67,7 @@ class CurveMeasurement(StatisticsTask):
         return layer.name not in self.unreached and bool(self.lacking(layer))
 
     def skip(self, layer: PrunableLayer) -> None:
-        """The run reports the layer."""
+        """Skip the layer, which the run reports."""
         self.unreached.add(layer.name)
 
     def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
@@ -87,12 +87,7 @@ class CurveMeasurement(StatisticsTask):
 
 
 def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
-    """Measure the curves that the variants lack, of all layers that the data reach; the model is dense and frozen.
-
-    Raises:
-        MoonshotError: bad statistics, or too little memory.
-        FactorizationError: as `loss_curve`.
-    """
+    """Measure the missing curves of the variants, of all layers that the data reach; the model is dense and frozen."""
     started, selection, data = time.perf_counter(), prepared.selection, prepared.calibration
     batches = spread_samples(data.batches, sampled_count(data.num_samples))
     data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
@@ -114,16 +109,21 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
     if isinstance(pattern, MixedNM):
         return _mixed_patterns(curves, pattern)
     assert pattern is not None  # else the allocation is by name
+    names = {name: [f"{name} of expert {i}" for i in range(len(curve.experts))] for name, curve in curves.items()}
     matrices: dict[str, LossCurve] = {}  # of layers, or of experts
     for name, curve in curves.items():
-        matrices |= {_matrix(name, index): expert for index, expert in enumerate(curve.experts)} or {name: curve}
+        matrices |= zip(names[name] or [name], curve.experts or [curve], strict=True)
     sparsities = divide_sparsity(matrices, pattern.sparsity)
-    sizes, dead = {name: each.size for name, each in matrices.items()}, dead_weights(matrices)
+    sizes = {name: curve.size for name, curve in matrices.items()}
+    # Weights that every mask removes: zeros, and those at inputs that are always 0.
+    dead = {name: round(curve.dead * curve.size) for name, curve in matrices.items()}
     exact = exact_patterns(sizes, sparsities, pattern.sparsity, dead)
     patterns: dict[str, Pattern] = {}
-    for name, curve in curves.items():
-        experts = tuple(exact[_matrix(name, index)].sparsity for index in range(len(curve.experts)))
-        patterns[name] = PerExpert(sum(experts) / len(experts), exact=True, experts=experts) if experts else exact[name]
+    for name, experts in names.items():
+        by_expert = tuple(exact[expert].sparsity for expert in experts)
+        patterns[name] = (
+            PerExpert(sum(by_expert) / len(by_expert), exact=True, experts=by_expert) if experts else exact[name]
+        )
     low, high = min(sparsities.values(), default=0), max(sparsities.values(), default=0)
     count = sum(len(curve.experts) for curve in curves.values())
     separate = f", {count} experts each with its own" if count else ""
@@ -134,17 +134,8 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
     return patterns, note
 
 
-def dead_weights(curves: Mapping[str, LossCurve]) -> dict[str, int]:
-    """The number of weights of each matrix that any mask removes: zeros, and those at dead inputs."""
-    return {name: round(curve.dead * curve.size) for name, curve in curves.items()}
-
-
-def _matrix(layer: str, expert: int) -> str:
-    return f"{layer} of expert {expert}"
-
-
 def _mixed_patterns(curves: dict[str, LossCurve], pattern: MixedNM) -> tuple[dict[str, Pattern], str]:
-    """As `fisher_patterns`, for one n of every layer."""
+    """Like `fisher_patterns`, for n:m patterns with one n per layer."""
     sizes = {name: curve.size for name, curve in curves.items()}
     losses = {name: (0.0, *curve.losses) for name, curve in curves.items()}
     steps = {name: size // pattern.m for name, size in sizes.items()}
@@ -152,8 +143,8 @@ def _mixed_patterns(curves: dict[str, LossCurve], pattern: MixedNM) -> tuple[dic
     patterns: dict[str, Pattern] = {name: NM(pattern.m - count, pattern.m) for name, count in removed.items()}
     total = sum(removed[name] * steps[name] for name in removed) / max(1, sum(sizes.values()))
     by_sparsity: dict[float, list[str]] = {}
-    for each in patterns.values():
-        by_sparsity.setdefault(each.sparsity, []).append("dense" if not each.sparsity else str(each))
+    for one in patterns.values():
+        by_sparsity.setdefault(one.sparsity, []).append(str(one) if one.sparsity else "dense")
     counts = ", ".join(f"{len(names)} layers {names[0]}" for _, names in sorted(by_sparsity.items()))
     one_n = "; " + ONE_N if any(curve.experts for curve in curves.values()) else ""
     return patterns, f"Fisher allocation: {counts}; sparsity {total:.6f}, target {pattern.sparsity:g}{one_n}"

@@ -21,9 +21,9 @@ from ..pipeline.spec import Slicing, StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..solvers import Solver
 
-# The sparsities of a curve's points, which bound that of a matrix (`loss_allocation.bounds`).
+# The sparsities of a curve's points; `loss_allocation.bounds` limits the sparsity of a matrix accordingly.
 SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985)
-# One in SHARE samples and rows is used, at least SAMPLES and ROWS.
+# One in SHARE samples and one in SHARE rows are used, but at least SAMPLES and ROWS.
 SHARE, SAMPLES, ROWS = 8, 16, 256
 
 
@@ -35,7 +35,7 @@ def trial_patterns(pattern: Pattern | MixedNM) -> tuple[Pattern, ...]:
 
 
 def sampled_rows(layer: PrunableLayer) -> slice:
-    """The rows that a curve is measured on: all of experts and grouped convolutions."""
+    """The rows on which a curve is measured; all rows of experts and grouped convolutions."""
     d_out = layer.shape[0]
     step = 1 if layer.groups > 1 or layer.separate else min(SHARE, max(1, d_out // ROWS))
     return slice(step // 2, d_out, step)
@@ -71,7 +71,7 @@ def loss_curve(
         raise error.within(layer.name) from None
     scale = layer.shape[0] / len(weight)
     losses = tuple(scale * loss for loss in curve.losses)
-    quantized = {bits: tuple(scale * loss for loss in each) for bits, each in curve.quantized.items()}
+    quantized = {bits: tuple(scale * loss for loss in of_bits) for bits, of_bits in curve.quantized.items()}
     size, removed = layer.shape[0] * layer.shape[1], _removed(layer.shape[0], alive, statistics)
     return dataclasses.replace(curve, size=size, losses=losses, quantized=quantized, dead=removed)
 
@@ -84,9 +84,9 @@ def _expert_curves(
     patterns: Sequence[Pattern],
     grids: Sequence[Grid],
 ) -> LossCurve:
-    """The curve of a layer of experts [E, d_out, d_in], with those of each; `alive` as in `build`, for all of them.
+    """The curve of a layer of experts [E, d_out, d_in], with the curve of each; `alive` is False where weights are 0.
 
-    An under-calibrated expert has the mean curve of the layer's others, and so no extreme sparsity.
+    An under-calibrated expert gets the mean curve of the other experts, and so no extreme sparsity.
     """
     size, points = weights[0].numel(), _points(patterns)
     measured: list[tuple[LossCurve | None, bool]] = []  # with whether the expert is under-calibrated
@@ -116,7 +116,7 @@ def _total(curves: Sequence[LossCurve], size: int, factor: float = 1.0) -> LossC
     """The sum of curves with the same points, times a factor."""
 
     def total(losses: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-        return tuple(factor * sum(each) for each in zip(*losses, strict=True))
+        return tuple(factor * sum(point) for point in zip(*losses, strict=True))
 
     quantized = {bits: total(curve.quantized[bits] for curve in curves) for bits in curves[0].quantized}
     return LossCurve(size, curves[0].sparsities, total(curve.losses for curve in curves), (), quantized)
@@ -145,12 +145,12 @@ def matrix_curve(
     importance = squares[None] if squares.ndim == 1 else of_rows(squares, len(weight))
 
     def losses(weights: Sequence[Tensor]) -> tuple[float, ...]:
-        deltas = torch.stack([each - weight for each in weights])
+        deltas = torch.stack([pruned - weight for pruned in weights])
         return tuple(gradients.losses(deltas, statistics.limit).tolist())
 
     points = (weight, *trials)
     quantized = {
-        grid.bits: losses([grid.rounded(each, grid.search(each, importance)) for each in points]) for grid in grids
+        grid.bits: losses([grid.rounded(point, grid.search(point, importance)) for point in points]) for grid in grids
     }
     dead = _removed(len(weight), alive, statistics)
     return LossCurve(weight.numel(), _points(patterns), losses(trials), (), quantized, dead)
@@ -164,7 +164,7 @@ def _squares(statistics: LayerStatistics) -> Tensor:
 def _removed(d_out: int, alive: Tensor | None, statistics: LayerStatistics) -> float:
     """The fraction of a matrix that every mask removes: zeros, and weights at inputs that are always 0.
 
-    Where all inputs are 0, magnitude decides, and their weights remain.
+    If all inputs are 0, magnitude decides, so that weights remain.
     """
     dead = _squares(statistics) == 0
     dead = dead.logical_and(~dead.all())
@@ -180,7 +180,7 @@ def _points(patterns: Sequence[Pattern]) -> tuple[float, ...]:
 
 
 class SampledRows(StatisticsSpec):
-    """G of every layer and the gradients of `sampled_rows`, for any solver; only experts are collected in slices."""
+    """G of every layer and the gradients of `sampled_rows`, whatever the solver; only experts are sliced."""
 
     diagonal = False
 

@@ -19,11 +19,7 @@ from .fisher import fisher_patterns, gather_curves
 
 
 def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
-    """Set the patterns of every variant, unless they are uniform or given by name; the model is dense and frozen.
-
-    Raises:
-        MoonshotError: bad statistics, or too little memory.
-    """
+    """Set the patterns of every variant, unless they are uniform or given by name; the model is dense and frozen."""
     selection = prepared.selection
     if selection.config.allocation == "fisher":
         gather_curves(prepared, variants)
@@ -40,7 +36,7 @@ def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
     reached = squares if squares else {layer.name for layer in selection.layers}
 
     def groups() -> Iterator[tuple[PrunableLayer, ...]]:
-        """Layers of equal sparsity that the data reach, onloaded until the next ones."""
+        """Layers with the same sparsity that the data reach; they are onloaded until the next ones are requested."""
         for block in selection.structure.blocks:
             layers = tuple(layer for layer in block.layers if layer.name in reached)
             if layers:
@@ -56,18 +52,14 @@ def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
 
 
 def input_squares(prepared: Prepared) -> dict[str, Tensor]:
-    """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in], by one forward pass.
-
-    Raises:
-        MoonshotError: NaN or infinity in the activations.
-    """
+    """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in], by one forward pass."""
     squares: dict[str, Tensor] = {}
     samples, storage, backoff = prepared.calibration.num_samples, prepared.storage, prepared.backoff
 
     def visit(stage: Stage) -> None:
         with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False)) as observer:
             stage.observe(observer, advance=True)
-        squares.update({each.name: observer.take(each).inputs for each in stage.layers if observer.reached(each)})
+        squares.update({layer.name: observer.take(layer).inputs for layer in stage.layers if observer.reached(layer)})
 
     run_pipeline(_ForwardPass(prepared), visit, prepared.backoff, lambda: prepared.batches, lambda: "the outliers")
     return squares

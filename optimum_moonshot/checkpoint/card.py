@@ -18,8 +18,8 @@ from ..config import RECOVERY_DEFAULTS
 from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
-from ..reports.by_kind import PLOT_NAME, by_kind
 from ..reports.measurement import data_name
+from ..reports.plots import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from ..rotate.report import ROTATION_NAME, RotationReport
@@ -118,8 +118,6 @@ def read_entry(card: ModelCard) -> Mapping[str, Any]:
 
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
     """Write README.md and its picture into a folder."""
-    from ..reports.plots import save_plot  # late: importing matplotlib is slow
-
     save_plot(report, folder)
     replace_file(folder / "README.md", str(render(report, facts)))
 

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import MoonshotError, reason
 from ..files import UNFINISHED, is_weights
-from ..reports.by_kind import PLOT_NAME
+from ..reports.plots import PLOT_NAME
 from ..reports.prune_report import REPORT_NAME
 from ..rotate.report import ROTATION_NAME
 from .hub import HUB_OPTIONS, download_others

@@ -1,6 +1,6 @@
 """Batches of model inputs: dictionaries of tensors whose dim 0 is the sample.
 
-A batch of one sample may contain tensors of other lengths, such as the patches of its images, [patches, features].
+A batch of one sample may contain tensors of another length, such as the patches of its images, [patches, features].
 """
 
 import hashlib
@@ -15,18 +15,19 @@ from ..errors import MoonshotError, require
 
 Batch = dict[str, Tensor]
 
-SAMPLE_DIMS = {"input_ids": 1, "pixel_values": 3}  # main model inputs → the dimensions of one sample
+SAMPLE_DIMS = {"input_ids": 1, "pixel_values": 3}  # main model input → number of dimensions of one sample
 PACKED = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # rows [t, h, w] → their patches
+TOKEN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 PROBE_TOKENS = 16
 IGNORED = -100  # the label of a token that is not predicted
 INPUTS = "give dictionaries of model inputs, such as {'input_ids': tensor}, or pairs of inputs and labels"
 
 
 def as_batch(item: Any, what: str, single: bool) -> Batch:
-    """A dictionary of tensors with a batch dimension, on the CPU, from such a dictionary, or inputs and labels.
+    """Tensors with a batch dimension by name, on the CPU, from a dictionary or from a pair of inputs and labels.
 
-    `what` names it in errors; NaN or tensors of unequal length are errors too. `single` declares a sample without a
-    batch dimension; for the inputs in `SAMPLE_DIMS` this follows from the rank.
+    NaN and tensors of unequal length are errors, in which `what` names the item. `single` declares a sample without a
+    batch dimension; for the inputs in `SAMPLE_DIMS` this follows from the number of dimensions.
     """
     if isinstance(item, list | tuple) and len(item) == 2 and hasattr(item[0], "ndim"):
         item = {"pixel_values" if item[0].ndim in (3, 4) else "inputs": item[0], "labels": item[1]}
@@ -54,7 +55,7 @@ def as_batch(item: Any, what: str, single: bool) -> Batch:
 
 
 def unpack(batch: Batch, what: str) -> list[Batch]:
-    """Split a batch whose images are packed into one row of patches into single samples; return others unchanged."""
+    """Split a batch into single samples if its images are packed into one row of patches."""
     grids = [(grid, patches) for grid, patches in PACKED.items() if grid in batch]
     samples = batch_size(batch)
     if not grids or samples == 1:
@@ -62,15 +63,15 @@ def unpack(batch: Batch, what: str) -> list[Batch]:
     single: list[Batch] = [{} for _ in range(samples)]
     for name, tensor in batch.items():
         if all(name not in pair for pair in grids):
-            for sample, part in zip(single, tensor.split(1), strict=True):
-                sample[name] = part
+            for sample, row in zip(single, tensor.split(1), strict=True):
+                sample[name] = row
     for grid, patches in grids:
         if len(batch[grid]) != samples:
             ambiguous = f"{grid} has {len(batch[grid])} rows for {samples} samples, which does not assign the images"
             raise MoonshotError(f"{what}: {ambiguous}", hint="give one image for each sample, or one sample at a time")
         lengths = batch[grid].prod(1).tolist()
-        for i, part in enumerate(batch[patches].split(lengths)):
-            single[i] |= {grid: batch[grid][i : i + 1], patches: part}
+        for i, image in enumerate(batch[patches].split(lengths)):
+            single[i] |= {grid: batch[grid][i : i + 1], patches: image}
     return single
 
 
@@ -82,7 +83,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise MoonshotError(f"{what}: give a tensor, or lists of numbers of equal length ({error})") from error
     require(tensor.layout is torch.strided, f"{what} is of layout {tensor.layout}", hint="give a dense tensor")
-    tensor = tensor.clone() if tensor.is_inference() else tensor  # which no backward pass accepts
+    tensor = tensor.clone() if tensor.is_inference() else tensor  # a backward pass refuses inference tensors
     require(tensor.numel() > 0, f"{what} has shape {tuple(tensor.shape)}, which is empty", hint="leave it out")
     finite = not tensor.is_floating_point() or not bool(tensor.isnan().any())
     require(finite, f"{what} contains NaN", hint="give finite numbers")
@@ -90,7 +91,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
 
 
 def digest(batches: list[Batch]) -> str:
-    """sha256 of the keys, shapes, dtypes and bytes of all samples in order, however they are divided into batches."""
+    """sha256 of the keys, shapes, dtypes and bytes of all samples in order, whatever the batches."""
     sha = hashlib.sha256()
     for sample in map(without_padding, split_batches(batches, 1)):
         for name, tensor in sorted(sample.items()):
@@ -102,7 +103,7 @@ def digest(batches: list[Batch]) -> str:
 
 
 def sample_digests(batch: Batch) -> list[str]:
-    """sha256 of the inputs of each sample without padding, the same whatever batch the sample is in."""
+    """sha256 of the inputs of each sample without padding, whatever its batch."""
     samples = [without_padding(sample) for sample in split_batches([batch], 1)]
     counted = ("attention_mask", "labels")
     return [digest([{k: v.cpu() for k, v in sample.items() if k not in counted}]) for sample in samples]
@@ -125,13 +126,10 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
     return {name: tensor[start:stop] for name, tensor in batch.items()}
 
 
-TOKEN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
-
-
 def shorten(batch: Batch, samples: int = 1, tokens: int = PROBE_TOKENS) -> Batch:
-    """A batch's first `samples` at most, cut to a few tokens if tokens are the only inputs.
+    """At most the first `samples` of a batch, cut to a few tokens if tokens are the only inputs.
 
-    The `tokens` count from the first that all samples predict: prompts may have no labels, and padding has none.
+    `tokens` are counted from the first that all samples predict: prompts may have no labels, and padding has none.
     """
     first = take(batch, 0, samples)
     if "input_ids" in first and set(first) <= TOKEN_INPUTS and all(tensor.ndim == 2 for tensor in first.values()):
@@ -141,9 +139,9 @@ def shorten(batch: Batch, samples: int = 1, tokens: int = PROBE_TOKENS) -> Batch
 
 
 def _first_predicted(batch: Batch) -> int:
-    """The index of the first token with a label in all samples; without labels, of the second that is not padding.
+    """The index of the first token with a label in all samples, or without labels, of the second that is not padding.
 
-    The number of tokens if a sample has none.
+    If a sample has no such token, the number of tokens.
     """
     if "labels" in batch:
         predicted = batch["labels"][:, 1:] != IGNORED
@@ -173,7 +171,7 @@ def samples_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
 
 
 def cut_batches(batches: list[Batch], sizes: list[int]) -> list[Batch]:
-    """The same samples in the same order, in batches that end where consecutive parts of these sizes end."""
+    """The same samples in the same order, in batches that do not cross the ends of consecutive parts of these sizes."""
     ends = itertools.accumulate(sizes, initial=0)
     return [batch for start, stop in itertools.pairwise(ends) for batch in samples_between(batches, start, stop)]
 
@@ -184,14 +182,13 @@ def without_padding(batch: Batch) -> Batch:
     if mask is None or mask.ndim != 2 or len(mask) != 1 or bool(mask.all()) or not bool(mask.any()):
         return batch
     visible = mask[0].nonzero()
-    part = slice(int(visible[0]), int(visible[-1]) + 1)
-    tokens = mask.shape[1]
-    aligned = {name for name in batch if name in TOKEN_INPUTS and batch[name].shape == (1, tokens)}
-    return {name: tensor[:, part] if name in aligned else tensor for name, tensor in batch.items()}
+    inside = slice(int(visible[0]), int(visible[-1]) + 1)
+    aligned = {name for name in batch if name in TOKEN_INPUTS and batch[name].shape == mask.shape}
+    return {name: tensor[:, inside] if name in aligned else tensor for name, tensor in batch.items()}
 
 
 def spread_samples(batches: list[Batch], count: int) -> list[Batch]:
-    """At most `count` samples, evenly spaced, in order, in batches no larger than the original ones."""
+    """At most `count` evenly spaced samples, in order, in batches that are not larger than the original ones."""
     size = max(map(batch_size, batches))
     samples = split_batches(batches, 1)
     count = min(count, len(samples))

@@ -1,4 +1,4 @@
-"""Conversations: found in the columns of a row, and rendered by a tokenizer's chat template."""
+"""Conversations: found in the columns of a row, and rendered by the chat template of a tokenizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from ..errors import MoonshotError, reason, shown
 
 Messages = list[dict[str, Any]]  # each with role and content
 
-# A conversation is in one of these columns, or divided between a prompt and its answer; in order of preference.
+# The columns of a conversation, in order of preference: one column, or a prompt and its answer.
 CONVERSATIONS = ("messages", "conversations", "conversation")
 LAYOUTS = (*((name,) for name in CONVERSATIONS), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",))
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant"}
@@ -17,34 +17,30 @@ def chat_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns of a row that hold a conversation; empty if none do."""
     for names in LAYOUTS:
         values = [row[name] for name in names if name in row]
-        strings = len(names) > 1  # one alone is text
+        strings = len(names) > 1  # a single string is text
         if len(values) == len(names) and all(_may_be_messages(value, strings) for value in values):
             return names
     return ()
 
 
 def conversation(row: Mapping[str, Any], columns: tuple[str, ...]) -> Messages:
-    """The messages in the columns of a row; empty where it has none.
-
-    Raises:
-        MoonshotError: a column holds something else.
-    """
+    """The messages in the columns of a row; an empty list if it has none."""
     messages: Messages = []
     for column in columns:
         value = row[column]
         if isinstance(value, str):
             value = [{"role": "user" if column == "prompt" else "assistant", "content": value}]
-        part = as_messages(value or [], f'column "{column}"')
+        more = as_messages(value or [], f'column "{column}"')
         # Preference data often repeat the prompt at the beginning of the answer.
-        messages = part if part[: len(messages)] == messages else messages + part
+        messages = more if more[: len(messages)] == messages else messages + more
     return messages
 
 
 def as_messages(value: Any, what: str) -> Messages:
-    """Messages of role and content, without empty fields, also from those spelled from and value.
+    """Messages of role and content, without empty fields; also from messages with the fields from and value.
 
     Raises:
-        MoonshotError: the value, named `what`, is no list of messages.
+        MoonshotError: the value, which `what` names, is not a list of messages.
     """
     messages = []
     for message in value if isinstance(value, list | tuple) else [value]:
@@ -55,7 +51,7 @@ def as_messages(value: Any, what: str) -> Messages:
         if "role" not in fields or not ("content" in fields or "content" in message):
             hint = "give lists of messages with role and content, or with from and value"
             raise MoonshotError(f"{what} holds {shown(message)}, which is no message", hint=hint)
-        messages.append({"content": "", **fields})  # an empty content is that of a call of tools
+        messages.append({"content": "", **fields})  # a call of tools has no content
     return messages
 
 
@@ -64,10 +60,10 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def render(tokenizer: Any, messages: Messages, what: str, field: str | None = None, **options: Any) -> str:
-    """The text of a conversation by the tokenizer's chat template, which usually begins it with BOS.
+    """The text of a conversation by the tokenizer's chat template, which usually begins with BOS.
 
     Raises:
-        MoonshotError: the tokenizer has no template, or the conversation, named `what`, does not fit it.
+        MoonshotError: the tokenizer has no template, or the conversation, which `what` names, does not fit it.
     """
     if not has_template(tokenizer):
         hint = "set tokenizer.chat_template, or give text"
@@ -82,5 +78,5 @@ def render(tokenizer: Any, messages: Messages, what: str, field: str | None = No
 
 def _may_be_messages(value: Any, strings: bool) -> bool:
     if isinstance(value, list | tuple):
-        return all(isinstance(each, Mapping) for each in value)
+        return all(isinstance(message, Mapping) for message in value)
     return value is None or (strings and isinstance(value, str))

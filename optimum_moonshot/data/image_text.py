@@ -1,9 +1,9 @@
 """Images with text: calibration data for models that read both, such as vision–language models.
 
 A source is a `datasets.Dataset`, a .parquet file, a folder of images with their text in its metadata, or the name of a
-data set on the Hub; its rows have a column of images (one, or a list of them) and one of text or of chat messages. The
-model's processor converts each row to model inputs. A batch is one sample, because images and texts differ in size and
-some models read the patches of all images in one row.
+data set on the Hub. Its rows have a column of images (one, or a list) and a column of text or chat messages. The
+model's processor converts each row to model inputs. A batch is one sample, because images and texts differ in size, and
+some models expect the patches of all images in one row.
 """
 
 import os
@@ -41,7 +41,7 @@ def reads_both(processor: Any) -> bool:
 
 
 def open_image_text(source: Any) -> ImageTextSource | None:
-    """Open a source of images with text; None if it is anything else: text, model inputs, images alone."""
+    """Open a source of images with text; None for any other: text, model inputs, images without text."""
     if isinstance(source, str | os.PathLike):
         name, path = os.fspath(source), Path(source).expanduser()
         readable = path.is_dir() or path.suffix.lower() == ".parquet"
@@ -67,10 +67,10 @@ def load_image_text(
     sequence_length: int | None = None,
     max_positions: int | None = None,
 ) -> CalibrationData:
-    """Exactly `num_samples` random rows as model inputs of the model's `processor`, one sample a batch.
+    """Exactly `num_samples` random rows as model inputs from the model's `processor`, one sample per batch.
 
-    Rows of more than `sequence_length` tokens, image tokens included, are skipped; None is the model's longest,
-    `max_positions`, which is None without a limit.
+    Rows of more than `sequence_length` tokens, including those of images, are skipped; None is the model's maximum,
+    `max_positions`, which is None if there is no limit.
 
     Raises:
         MoonshotError: too few rows, or rows that cannot be read or processed.
@@ -100,7 +100,7 @@ def load_image_text(
 
 def _inputs(source: ImageTextSource, row: Mapping[str, Any], index: int, processor: Any) -> Batch:
     what, value = f"row {index} of {source.name}", row[source.image]
-    pictures = [picture(each, MODES[3], what) for each in (value if isinstance(value, list | tuple) else [value])]
+    pictures = [picture(one, MODES[3], what) for one in (value if isinstance(value, list | tuple) else [value])]
     try:
         text = _prompt(row[source.text], len(pictures), processor)
         inputs = processor(images=pictures, text=[text], return_tensors="pt")
@@ -122,7 +122,7 @@ def _prompt(value: Any, images: int, processor: Any) -> str:
 
 
 def _with_images(messages: Any, images: int) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of parts; the images are added to the first message if none has any."""
+    """Messages whose contents are lists of parts; without any images in them, they are added to the first message."""
     converted: list[dict[str, Any]] = []
     for message in as_messages(messages, "the row"):
         content = message["content"]

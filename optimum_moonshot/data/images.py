@@ -1,9 +1,9 @@
 """Images: calibration and evaluation data for models that take `pixel_values`.
 
-A source is a folder (one sub-folder of images per class, or images alone), a .parquet file, the name of a data set on
-the Hub, or a `datasets.Dataset` with a column of images. `num_samples` of its images are drawn at random, without
-repetition, and converted by the model's image processor. Labels are mapped to the model's class numbers by name if the
-names agree, else by position.
+A source is a folder (one sub-folder of images per class, or only images), a .parquet file, the name of a data set on
+the Hub, or a `datasets.Dataset` with a column of images. `num_samples` images are drawn at random, without repetition,
+and converted by the model's image processor. Labels are mapped to the model's classes by name if the names agree, else
+by position.
 """
 
 import glob
@@ -28,7 +28,7 @@ from .text import CalibrationData, too_few
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 EVALUATION_SPLITS = ("validation", "val", "test", "train")
-SHUFFLE_BUFFER, SHUFFLE_LEAST = 4, 1000  # rows in the buffer that shuffles a stream: per image drawn, and at least
+SHUFFLE_BUFFER, SHUFFLE_LEAST = 4, 1000  # rows in the buffer that shuffles a stream: per drawn image, and the minimum
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 ACCEPTED = (
     "use a folder of images (one sub-folder per class), a .parquet file, the name of a data set on the Hub, a "
@@ -48,7 +48,7 @@ class ImageSource:
 
 
 def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> ImageSource | None:
-    """Open a source of images, by the first of its `splits` if it has several; None if it contains model inputs.
+    """Open a source of images, the first of `splits` that it has; None if it contains model inputs.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or has no column of images.
@@ -89,7 +89,7 @@ def image_column(rows: Dataset | IterableDataset, row: Mapping[str, Any]) -> str
 
 
 def shuffled(rows: Dataset | IterableDataset, seed: int, count: int | None) -> Dataset | IterableDataset:
-    """At most `count` rows in random order; a stream is shuffled within a buffer of `shuffle_buffer` rows."""
+    """At most `count` rows in random order; a stream is shuffled in a buffer of `shuffle_buffer` rows."""
     if isinstance(rows, Dataset):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
         return rows.select(order.tolist())
@@ -121,9 +121,9 @@ def load_images(
     numbers, note = class_numbers(source, model) if labels else (None, None)
     drawn = replace(source, rows=shuffled(source.rows, seed, num_samples))
     batches = list(image_batches(drawn, model, processor, numbers, batch_size))
-    taken = sum(len(batch["pixel_values"]) for batch in batches)
-    if taken != num_samples:
-        raise too_few(num_samples, f"{source.name} has {taken} images", taken)
+    count = sum(len(batch["pixel_values"]) for batch in batches)
+    if count != num_samples:
+        raise too_few(num_samples, f"{source.name} has {count} images", count)
     notes += [note] if note else []
     return CalibrationData(batches, num_samples, None, source.name, digest(batches), tuple(notes))
 
@@ -131,7 +131,7 @@ def load_images(
 def image_batches(
     source: ImageSource, model: nn.Module, processor: Any, numbers: Callable[[Any], int] | None, batch_size: int
 ) -> Iterator[Batch]:
-    """All images of a source in order, processed, in batches; `numbers` maps labels to classes, None omits them."""
+    """All images of a source in order, processed, in batches; `numbers` maps labels to classes, None omits labels."""
     if processor is None:
         message, hint = "images need the model's image processor", "give it, or batches of pixel_values"
         raise MoonshotError(message, field="processor", value=None, hint=hint)
@@ -146,8 +146,8 @@ def image_batches(
             else:
                 batch = {"pixel_values": torch.stack([processor(picture) for picture in pictures])}
         except Exception as error:
-            part = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
-            raise MoonshotError(f"{part} of {source.name} cannot be processed ({reason(error)})") from error
+            which = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
+            raise MoonshotError(f"{which} of {source.name} cannot be processed ({reason(error)})") from error
         if numbers is not None:
             assert source.label is not None  # `class_numbers` requires it
             batch["labels"] = torch.tensor([numbers(row[source.label]) for _, row in chunk])
@@ -157,8 +157,8 @@ def image_batches(
 def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any], int], str | None]:
     """A function from a row's label to the model's class, and a note if the class names do not agree.
 
-    Numeric names are used as numbers: sorted as text, "10" would come before "2". The function raises `MoonshotError`
-    for a label that is not a class; this raises it without labels, or for more classes than the model has.
+    Numeric names are used as numbers: sorted as text, "10" would come before "2". Both raise `MoonshotError`: the
+    function for a label that is not a class, this call without labels or for more classes than the model has.
     """
     if source.label is None:
         raise MoonshotError(
@@ -208,7 +208,7 @@ def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | Dataset
         raise MoonshotError(f'"{name}" is neither a folder nor a .parquet file', hint=ACCEPTED)
     try:
         if parquet:
-            # Not streamed, for a uniform draw; `load_dataset` would expand glob characters in an unescaped path.
+            # Not streamed, to draw uniformly; escaped, because `load_dataset` expands glob characters.
             return load_dataset("parquet", data_files=glob.escape(str(path.resolve())), split="train")
         if path.exists():
             return load_dataset(str(path.resolve()))
@@ -226,7 +226,7 @@ def read_rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[
 
 
 def undecoded(rows: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
-    """The rows with undecoded images if they are not streamed: a decoding error can then name the image."""
+    """The rows with undecoded images, unless they are streamed, so that a decoding error can name the image."""
     if isinstance(rows, Dataset) and isinstance(rows.features.get(column), datasets.Image):
         return rows.cast_column(column, datasets.Image(decode=False))
     return rows
@@ -235,7 +235,7 @@ def undecoded(rows: Dataset | IterableDataset, column: str) -> Dataset | Iterabl
 def picture(value: Any, mode: str | None, what: str) -> Any:
     """A PIL image from an image, its bytes, its path, or a dictionary of these.
 
-    `mode` is PIL's name of the colours to convert it to, such as "RGB"; None keeps them. `what` names it in errors.
+    It is converted to the `mode` of PIL, such as "RGB", unless that is None; `what` names it in errors.
     """
     if value is None:
         raise MoonshotError(f"{what} is missing", hint="leave its row out")

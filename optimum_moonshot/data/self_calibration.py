@@ -1,8 +1,9 @@
 """Calibration on samples that the dense model generates: the prompts and the sampling settings.
 
-For models whose training data are not available. A sample is generated token by token from the BOS token or a prompt;
-if the model ends a text early, the sample continues with the next prompt. "Reasoning Models Can be Accurately Pruned
-Via Chain-of-Thought Reconstruction" (arXiv 2509.12464) calibrates reasoning models on their own chains of thought.
+This is for models whose training data are not available. A sample is generated token by token from the BOS token or
+from a prompt; if the model ends a text early, the sample continues with the next prompt. "Reasoning Models Can be
+Accurately Pruned Via Chain-of-Thought Reconstruction" (arXiv 2509.12464) calibrates reasoning models on their own
+chains of thought.
 """
 
 import os
@@ -16,7 +17,7 @@ from .sources import file_rows, short_name
 from .text import tokenize, tokenize_chat
 
 SELF = "self"
-# Of prompts, in order of preference.
+# Columns of prompts, in order of preference.
 COLUMNS = ("messages", "conversations", "prompt", "question", "problem", "instruction", "text")
 Prompt = str | Sequence[Mapping[str, Any]]
 
@@ -67,13 +68,13 @@ class SelfCalibration:
 
     @classmethod
     def of(cls, calibration: Any) -> "SelfCalibration | None":
-        """The settings if a caller's calibration data are to be generated; None for other data."""
+        """The settings, if `calibration` requests generated data; None for other data."""
         if isinstance(calibration, cls):
             return calibration
         return cls() if isinstance(calibration, str) and calibration == SELF else None
 
     def describe(self) -> str:
-        """The description in reports, in publishable form."""
+        """The description in reports, without private paths."""
         sampling = f"temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
         if isinstance(self.prompts, str | os.PathLike):
             start = f"prompts of {short_name(os.fspath(self.prompts))}"

@@ -1,4 +1,4 @@
-"""Data sources: the corpora of the pruning literature, files, data sets and iterables.
+"""Sources of data: the corpora of the pruning literature, files, data sets and iterables.
 
 `open_source` distinguishes three kinds:
 
@@ -30,9 +30,9 @@ Load = Callable[[], Iterable[dict[str, Any]]]  # of the rows
 
 FORMATS = (".txt", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", ".csv")
 SHUFFLE_BUFFER = 10_000  # documents in the buffer that shuffles a streamed data set
-HUB_DOCUMENTS = 10_000  # that are read of a data set on the Hub, which may have billions
+HUB_DOCUMENTS = 10_000  # documents that are read from a data set on the Hub, which may have billions
 TEXT_COLUMNS = ("text", "sentence", "content")
-# Names, and ends of names, of columns of strings that are no text.
+# Names, and ends of names, of columns of strings that are not text.
 _LABELS = "ids?|uuid|guid|key|hash|url|uri|source|path|file|date|timestamp|lang|language|model"
 NO_TEXT = re.compile(rf"(.*[^a-z])?({_LABELS})", re.IGNORECASE)
 # In order of preference; a data set with only one split may use another name.
@@ -48,10 +48,10 @@ class Corpus:
     options: dict[str, Any]  # of `load_dataset`
     files: dict[str, str] = field(default_factory=dict)  # by split; empty: all
     test: str = "test"  # the evaluation split
-    documents: int | None = None  # number of documents of that split that the literature reads
+    documents: int | None = None  # number of documents of that split in the literature
     windows: int | None = None  # number of evaluation windows in the literature
-    columns: frozenset[str] = frozenset()  # a file with exactly these columns has this corpus's format
-    running: bool = True  # calibration windows are drawn from the joined text, not one per document
+    columns: frozenset[str] = frozenset()  # a file with exactly these columns has the format of this corpus
+    running: bool = True  # whether calibration windows are drawn from the joined text, not one per document
 
     def load(self, split: str) -> Dataset | IterableDataset:
         files = {"data_files": {split: self.files[split]}} if self.files else {}
@@ -86,12 +86,12 @@ def describe(source: Any) -> str:
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether this may be the owner/name of a data set on the Hub; a misspelt file path has a suffix."""
+    """Whether this may be the owner/name of a data set on the Hub, rather than the misspelt path of a file."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(FORMATS)
 
 
 def short_name(source: str) -> str:
-    """A publishable form of `describe`: a file or folder by its name, without its path."""
+    """`describe` without private paths: a file or folder by its name."""
     if not os.path.exists(source) and is_hub_name(source):
         return source
     return Path(os.path.expanduser(source)).resolve().name or source
@@ -101,11 +101,11 @@ def short_name(source: str) -> str:
 class Texts:
     """A source of text, or of conversations."""
 
-    read: Callable[[torch.Generator | None], Iterator[Document]]  # in order; shuffled if a generator is passed
+    read: Callable[[torch.Generator | None], Iterator[Document]]  # in order; shuffled by a generator
     joiner: str | None = None  # joins the texts to one running text; None: documents
     long_only: bool = False  # every sample must come from a document longer than a window
-    corpus: Corpus | None = None  # the corpus whose format it has
-    count: Callable[[int], int] | None = None  # documents, up to a maximum; None if counting means reading everything
+    corpus: Corpus | None = None  # whose format the source has
+    count: Callable[[int], int] | None = None  # of documents, up to a maximum; None if that means reading everything
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ModelInputs:
     notes: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Batch]:
-        """One batch per item; all have the input names of the first, except for an optional attention mask."""
+        """One batch per item; all must have the inputs of the first, except for an optional attention mask."""
         first: set[str] | None = None
         for index, item in enumerate(self._read()):
             what = f"item {index} of the data"
@@ -130,7 +130,7 @@ class ModelInputs:
             yield from unpack(batch, what)
 
     def _read(self) -> Iterator[Any]:
-        """The items; an exception of the user's iterable is raised with the number of the item."""
+        """The items; an exception of the user's iterable becomes an error with the number of the item."""
         count = 0
         try:
             for item in self.items:
@@ -145,9 +145,9 @@ class ModelInputs:
 
 
 def open_source(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Texts | ModelInputs:
-    """Open a source of any kind, without downloading it or reading more than a first row.
+    """Open a source of any kind, without downloading it or reading more than the first row.
 
-    A data set on the Hub with several splits is read in the first of `splits` that it has.
+    Of a data set on the Hub with several splits, the first of `splits` is read.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is of an unknown kind.
@@ -205,10 +205,7 @@ def file_rows(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_texts(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[Document]:
-    """The text or the conversation of every row, shuffled if a generator is given; a missing one is empty.
-
-    `what` names the rows in errors.
-    """
+    """The text or conversation of every row (empty if missing), shuffled by a generator; `what` names the source."""
     columns: tuple[str, ...] = ()
     for row in _rows(load, what, generator):
         if not columns:
@@ -227,20 +224,20 @@ def _open_file(source: str | os.PathLike[str]) -> tuple[Load, bool]:
     path = Path(os.path.expanduser(source))
     if not os.path.isfile(path):
         name = os.fspath(source)
-        name = name if len(name) <= 200 else f"{name[:50]}…"  # it may be a whole text, passed by mistake
+        name = name if len(name) <= 200 else f"{name[:50]}…"  # it may be a text that was passed by mistake
         raise MoonshotError(f'"{name}" is neither the name of a data set nor a file', hint=ACCEPTED)
     suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), "")
     require(bool(suffix), f'"{source}" is a file of unknown format', hint=f"use one of {', '.join(FORMATS)}")
     require(path.stat().st_size > 0, f'"{source}" is empty', hint="give a file that contains text")
     if suffix == ".txt":
         return lambda: [{"text": path.read_text(encoding="utf-8")}], True
-    # `load_dataset` would expand glob characters in an unescaped path.
+    # Escaped, because `load_dataset` expands glob characters.
     files, builder = glob.escape(str(path.resolve())), {".parquet": "parquet", ".csv": "csv"}.get(suffix, "json")
     return partial(load_dataset, builder, data_files=files, split="train", streaming=True), False
 
 
 def _open_dataset(load: Load, what: str, counted: bool = False) -> Texts | ModelInputs:
-    """Text or model inputs, by the first row; `counted` if reading the rows again is cheap."""
+    """Text or model inputs, depending on the first row; `counted` if it is cheap to read the rows again."""
     row = next(_rows(load, what), None)
     if row is None:
         raise MoonshotError(f"{what} has no rows", hint="give data that contains text or model inputs")
@@ -255,7 +252,7 @@ def _open_dataset(load: Load, what: str, counted: bool = False) -> Texts | Model
 
 
 def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[dict[str, Any]]:
-    """The rows in order, or shuffled by a generator; errors while reading name the source."""
+    """The rows in order, or shuffled by a generator; errors of reading name the source."""
     try:
         rows = dataset = load()
         if isinstance(dataset, Dataset | list | tuple):
@@ -289,7 +286,7 @@ def _load_from_hub(name: str, splits: tuple[str, ...]) -> IterableDataset:
 
 
 def choose_split(loaded: Any, splits: tuple[str, ...], name: str) -> Any:
-    """The first of some splits that a data set has, its only one, or the data set itself without splits."""
+    """The first of some splits that a data set has, else its only split; a data set without splits itself."""
     if not isinstance(loaded, DatasetDict | IterableDatasetDict):
         return loaded
     split = next((split for split in splits if split in loaded), next(iter(loaded)) if len(loaded) == 1 else None)
@@ -304,9 +301,10 @@ def _named_text(row: Mapping[str, Any]) -> str | None:
 
 
 def _document_columns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """The column with the text, one of `TEXT_COLUMNS`; else those of a conversation; else the only one of strings.
+    """The column of text, one of `TEXT_COLUMNS`, else the columns of a conversation, else the only column of strings.
 
-    Strings beside lists or objects describe those, and identifiers are no text. Also whether it is a conversation.
+    Strings beside lists or objects describe these, and identifiers are not text. Also returns whether the columns hold
+    a conversation.
     """
     named, chat = _named_text(row), chat_columns(row)
     if named or chat:

@@ -5,9 +5,9 @@
   document is a sample, padded per batch.
 * Model inputs: the first `num_samples`, unchanged.
 
-Where the tokenizer puts a BOS before a text, every sample of text begins with it, like the model's training data:
-without it, Gemma 3 270M has a perplexity of 161 instead of 41. Every random choice follows from `seed`; the global
-random state does not change.
+If the tokenizer puts BOS before a text, every sample of text begins with it, like the training data: without it, Gemma
+3 270M has a perplexity of 161 instead of 41. Every random choice follows from `seed`; the global random state does not
+change.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ from .sources import CORPORA, TEXT_SPLITS, Document, ModelInputs, Texts, describ
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Usable = Callable[[Batch], Tensor]  # bool [B], True for the samples of a batch that a run can use
 
-LONGEST = 2048  # tokens of a sample if neither the user nor the model sets a length
+LONGEST = 2048  # tokens of a sample if neither the user nor the model limits the length
 NO_TOKENIZER = "give the model's tokenizer, or save it in the model's folder"
 TOKENIZED_TOGETHER = 64  # documents per call of the tokenizer
 
@@ -47,7 +47,7 @@ class CalibrationData:
     model_inputs: bool = False  # the source contained model inputs, not text
 
     def describe(self) -> dict[str, Any]:
-        """JSON types for reports, in publishable form."""
+        """JSON types for reports, without private paths."""
         sizes = {"num_samples": self.num_samples, "sequence_length": self.sequence_length}
         return {"source": short_name(self.source), **sizes, "digest": self.digest}
 
@@ -65,9 +65,9 @@ def load_calibration(
 ) -> CalibrationData:
     """Exactly `num_samples` samples of `source` (as for `MoonshotPruner.prune`), in batches of at most `batch_size`.
 
-    A window has `sequence_length` tokens; None is the model's longest, `max_positions`, but at most 2048. Model inputs
-    keep their length, and their batches are split but never joined. The tokenizer may be None for them. Those that are
-    not `usable` (all, if it is None) are left out.
+    A window has `sequence_length` tokens; None is the model's maximum, `max_positions`, but at most 2048. Model inputs
+    need no tokenizer and keep their length; their batches are split but never joined, and samples that are not `usable`
+    are skipped.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, is too little, or contains NaN.
@@ -94,9 +94,9 @@ def load_calibration(
 def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None]:
     """The text to evaluate a model on, and the number of its windows in the literature; None is all.
 
-    Of a named corpus this is the test split as the literature reads it. Records of files, data sets and lists are
-    joined by a blank line; those with the columns of C4 (text, timestamp, url) or PTB (sentence) as in that corpus.
-    Conversations, rendered by the tokenizer's chat template, follow each other directly.
+    A named corpus is read as in the literature, in its test split. Records of files, data sets and lists are joined by
+    a blank line, or as in C4 or PTB if they have its columns (text, timestamp, url; or sentence). Conversations,
+    rendered by the tokenizer's chat template, follow each other directly.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is not text.
@@ -117,9 +117,9 @@ def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None
 
 
 def separate_texts(source: Any, tokenizer: Any) -> Iterator[str]:
-    """The texts of a source of text, of a named corpus those of its test split; of running text, every line.
+    """The texts of a source, in the test split of a named corpus, without blank ones; the lines of running text.
 
-    Blank ones are left out. Conversations are rendered by the tokenizer's chat template.
+    Conversations are rendered by the tokenizer's chat template.
     """
     opened = open_source(source)
     assert isinstance(opened, Texts)
@@ -131,19 +131,15 @@ def separate_texts(source: Any, tokenizer: Any) -> Iterator[str]:
 
 
 def text_batches(texts: Iterator[str], tokenizer: Any, length: int, batch_size: int) -> Iterator[Batch]:
-    """Every text as a sample of at most `length` tokens, in batches, padded on the right.
-
-    Raises:
-        MoonshotError: no tokenizer.
-    """
+    """Every text as a sample of at most `length` tokens, in batches, padded on the right."""
     require(tokenizer is not None, "text needs the model's tokenizer", field="tokenizer", value=None)
     while chunk := list(islice(texts, batch_size)):
         ids = tokenizer(chunk, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
-        yield from _collate([torch.tensor(each) for each in ids], batch_size, tokenizer)
+        yield from _collate([torch.tensor(sample) for sample in ids], batch_size, tokenizer)
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:
-    """Tokens of a window; None is the model's longest, `max_positions`, but at most 2048.
+    """Tokens of a window; None is the model's maximum, `max_positions`, but at most 2048.
 
     Raises:
         MoonshotError: a length below 2, or beyond the model's positions.
@@ -158,7 +154,7 @@ def window_length(sequence_length: int | None, max_positions: int | None) -> int
 
 
 def tokenize(tokenizer: Any, text: str | list[str]) -> Any:
-    """Token ids of a text, or of each of a list, without the tokenizer's warning about long texts."""
+    """Token ids of a text, or of each text in a list, without the tokenizer's warning about long texts."""
     return tokenizer(text, verbose=False, return_attention_mask=False)["input_ids"]
 
 
@@ -170,7 +166,7 @@ def tokenize_chat(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def bos_of(tokenizer: Any) -> list[int]:
-    """The BOS that a tokenizer puts before every text, as a list; an empty one if it puts none."""
+    """The BOS that a tokenizer puts before every text, as a list; empty if it does not."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [bos] if bos is not None and tokenize(tokenizer, "a")[:1] == [bos] else []
 
@@ -182,7 +178,7 @@ def too_few(num_samples: int, message: str, available: int, more: str = "give mo
 
 
 def _window(ids: list[int], length: int, generator: torch.Generator, bos: list[int]) -> Tensor:
-    """`length` tokens from a random position behind the `bos` of a text, with it; all if there are fewer."""
+    """`length` tokens: the `bos` of a text, then others from a random position; all tokens if there are fewer."""
     if len(ids) <= length:
         return torch.tensor(ids)
     first = len(bos)  # of the text's own tokens
@@ -209,7 +205,7 @@ def _windows(texts: Texts, tokenizer: Any, num_samples: int, length: int, genera
 def _documents(texts: Texts, tokenizer: Any, num_samples: int, length: int, generator: torch.Generator) -> Samples:
     """Windows of long documents if there are enough; else `num_samples` documents of any length."""
     count = num_samples if texts.count is None else texts.count(num_samples)
-    if count < num_samples:  # before tokenizing, which may take minutes
+    if count < num_samples:  # checked before tokenizing, which may take minutes
         raise too_few(num_samples, f"the data has {count} documents", count, "give more text")
     windows, samples, whole, usable, dropped, bos = [], [], 0, 0, 0, bos_of(tokenizer)
     for ids in _token_lists(texts.read(generator), tokenizer):
@@ -237,7 +233,7 @@ def _documents(texts: Texts, tokenizer: Any, num_samples: int, length: int, gene
 
 
 def _strings(documents: Iterable[Document], tokenizer: Any) -> Iterator[str]:
-    """The texts, and the conversations by the tokenizer's chat template; an empty one is an empty text."""
+    """The documents as text; conversations are rendered by the tokenizer's chat template, unless they are empty."""
     for number, document in enumerate(documents):
         if not isinstance(document, str):
             document = render(tokenizer, document, f"item {number} of the data") if document else ""
@@ -256,7 +252,7 @@ def _token_lists(texts: Iterator[Document], tokenizer: Any) -> Iterator[list[int
 def _collate(samples: list[Tensor], batch_size: int, tokenizer: Any) -> list[Batch]:
     """Batches [B, T] in order, padded on the right, with a mask where padding was needed."""
     tokens = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    pad_token = next((token for token in tokens if token is not None), 0)  # any will do: the mask hides it
+    pad_token = next((token for token in tokens if token is not None), 0)  # it may be any: the mask hides it
     batches = []
     for start in range(0, len(samples), batch_size):
         group = samples[start : start + batch_size]
@@ -271,7 +267,7 @@ def _collate(samples: list[Tensor], batch_size: int, tokenizer: Any) -> list[Bat
 def _take(
     inputs: ModelInputs, num_samples: int, batch_size: int, seed: int, longest: int | None, usable: Usable | None
 ) -> tuple[list[Batch], int]:
-    """The first usable samples, and the number of others between them."""
+    """The first usable samples, and the number of other samples between them."""
     batches, taken, left_out = list[Batch](), 0, 0
     # A DataLoader draws from the global random state, even without shuffling.
     with torch.random.fork_rng(devices=[]):

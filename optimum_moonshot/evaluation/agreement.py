@@ -1,6 +1,6 @@
-"""Agreement of a changed model with the dense one: of the outputs of models without a head, which predict nothing.
+"""Agreement of the embeddings of a changed model with those of the dense one, for models without a head.
 
-Both outputs are pooled as the dense checkpoint says, else by the mean over their positions.
+Both outputs are pooled as the dense checkpoint declares, else by the mean over their positions.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement, metric_key
 
-NEIGHBOURS = 1024  # samples whose distances to all others are computed at a time
+NEIGHBOURS = 1024  # samples whose similarities to all others are computed at a time
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Embeddings:
 
     def nearest(self) -> Tensor:
         """The index of the nearest other sample of each, [N]."""
-        found = []
+        nearest = []
         for start, rows in zip(count(0, NEIGHBOURS), self.vectors.split(NEIGHBOURS), strict=False):
             cosines = rows @ self.vectors.T
             cosines[range(len(rows)), range(start, start + len(rows))] = -torch.inf
-            found.append(cosines.argmax(1))
-        return torch.cat(found)
+            nearest.append(cosines.argmax(1))
+        return torch.cat(nearest)
 
 
 def agreement(
@@ -82,7 +82,7 @@ def agreement(
     processor: Any = None,
     **options: Any,
 ) -> Agreement:
-    """How far the embeddings of a model without a head agree with those of the dense model that it was made from.
+    """How well the embeddings of a model without a head agree with those of the dense model that it was made from.
 
     Args:
         model: not changed.
@@ -121,10 +121,10 @@ def embeddings(
             model inputs.
         tokenizer: the model's Hugging Face tokenizer, for text.
         processor: the model's image processor, for images.
-        sequence_length: tokens at which a text is cut; None is the model's longest, at most 2048.
+        sequence_length: tokens to which a text is cut; None is the model's maximum, at most 2048.
         batch_size: samples per forward pass; batches of model inputs keep their size.
         max_samples: the number of samples, at most; None is all.
-        pooling: of the outputs; None is that of the model's checkpoint, else their mean.
+        pooling: of the outputs; None is what the model's checkpoint declares, else their mean.
         forward: (model, inputs) → output; replaces the plain call.
         progress: show a progress bar of the samples.
 
@@ -136,14 +136,15 @@ def embeddings(
     if max_samples is not None:
         check_whole("max_samples", max_samples, 2)
     pooling = find_pooling(model) if pooling is None else pooling
-    pooling, vectors, texts = pooling if pooling.modes else Pooling(("mean",)), list[Tensor](), False
+    pooling, vectors = pooling if pooling.modes else Pooling(("mean",)), list[Tensor]()
     images = open_images(dataset, EVALUATION_SPLITS) if takes_images(model) else None
+    length = None
     if images is not None:
         batches = image_batches(images, model, processor, None, batch_size)
     else:
-        opened, length = open_source(dataset), window_length(sequence_length, max_positions(model))
-        texts = isinstance(opened, Texts)
+        opened, limit = open_source(dataset), window_length(sequence_length, max_positions(model))
         if isinstance(opened, Texts):
+            length = limit
             batches = text_batches(separate_texts(dataset, tokenizer), tokenizer, length, batch_size)
         else:
             batches = opened.batches()
@@ -151,14 +152,16 @@ def embeddings(
     with evaluation_mode(model), wide_products(model), called_by(model, forward), torch.no_grad(), bar:
         for batch in _first(batches, max_samples):
             if "input_ids" in batch:
-                check_tokens(model, batch["input_ids"], "tokenizer" if texts else "input_ids")
-            vectors.append(_vectors(model, to_device(batch, model_device(model)), pooling))
+                check_tokens(model, batch["input_ids"], "input_ids" if length is None else "tokenizer")
+            batch = to_device(batch, model_device(model))
+            values, _ = pooled_output(model, run_model(model, batch), batch, pooling)
+            vectors.append(functional.normalize(values.float(), dim=1).cpu())
             bar.update(len(vectors[-1]))
     joined = torch.cat(vectors) if vectors else torch.empty(0, 0)
     require(len(joined) > 1, f"{describe(dataset)} has {len(joined)} samples", hint="give two or more")
     finite = not bool(joined.isnan().any())
     require(finite, f"{type(model).__name__} returns NaN", hint="check its weights and its dtype")
-    return Embeddings(joined, describe(dataset), length if texts else None, pooling)
+    return Embeddings(joined, describe(dataset), length, pooling)
 
 
 def _first(batches: Iterator[Batch], most: int | None) -> Iterator[Batch]:
@@ -170,9 +173,3 @@ def _first(batches: Iterator[Batch], most: int | None) -> Iterator[Batch]:
         yield batch
         if seen == most:
             return
-
-
-def _vectors(model: nn.Module, batch: Batch, pooling: Pooling) -> Tensor:
-    """Normalized [B, D] on the CPU."""
-    values, _ = pooled_output(model, run_model(model, batch), batch, pooling)
-    return functional.normalize(values.float(), dim=1).cpu()

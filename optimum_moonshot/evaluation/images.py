@@ -49,7 +49,7 @@ def accuracy(
             inputs with labels.
         processor: the model's image processor; may be None for model inputs.
         batch_size: images per forward pass; batches of model inputs keep their size.
-        max_images: the number of images to evaluate, at most; None is all.
+        max_images: the largest number of images to evaluate; None is all.
         forward: (model, inputs) → output; replaces the plain call.
         progress: show a progress bar of the images.
 

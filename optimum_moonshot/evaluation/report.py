@@ -7,7 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..data.sources import short_name
 from ..errors import MoonshotError, check_path, require
@@ -19,7 +19,8 @@ from .images import Accuracy
 from .text import Perplexity
 from .zeroshot import ZeroShot
 
-Result = TypeVar("Result", Perplexity, Accuracy, Agreement)
+Result = Perplexity | Accuracy | Agreement
+KINDS: dict[str, type[Result]] = {"perplexity": Perplexity, "accuracy": Accuracy, "agreement": Agreement}
 
 
 @dataclasses.dataclass
@@ -33,37 +34,41 @@ class EvalReport:
     versions: dict[str, str] = dataclasses.field(default_factory=versions)
     agreement: dict[str, Agreement] = dataclasses.field(default_factory=dict)
 
-    def add(self, result: Perplexity | Accuracy | Agreement | ZeroShot) -> None:
+    def add(self, result: Result | ZeroShot) -> None:
         if isinstance(result, ZeroShot):
             self.zero_shot, self.versions = result, {**self.versions, **result.versions}
-        elif isinstance(result, Accuracy):
-            self.accuracy[result.dataset] = result
-        elif isinstance(result, Agreement):
-            self.agreement[result.dataset] = result
         else:
-            self.perplexity[result.dataset] = result
+            field = next(field for field, kind in KINDS.items() if isinstance(result, kind))
+            getattr(self, field)[result.dataset] = result
+
+    @property
+    def results(self) -> list[Result]:
+        """The results on data sets."""
+        return [result for field in KINDS for result in getattr(self, field).values()]
 
     def measurements(self) -> dict[str, Measurement]:
         """All results, by the short name of the data set, or by the task."""
-        results: list[Measured] = [*self.perplexity.values(), *self.accuracy.values(), *self.agreement.values()]
-        results += [self.zero_shot] if self.zero_shot else []
+        results: list[Measured] = [*self.results, *([self.zero_shot] if self.zero_shot else [])]
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
-    def of(self, dataset: str) -> Perplexity | Accuracy | Agreement | None:
-        """The result on a data set, of any path to its file."""
-        results: dict[str, Perplexity | Accuracy | Agreement] = {**self.perplexity, **self.accuracy, **self.agreement}
-        return {short_name(name): result for name, result in results.items()}.get(short_name(dataset))
+    def of(self, dataset: str) -> Result | None:
+        """The result on a data set, whatever the path to its file."""
+        return {short_name(result.dataset): result for result in self.results}.get(short_name(dataset))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: values by data set, and the settings of each; an infinite perplexity is None."""
-        results: list[Perplexity | Accuracy | Agreement] = [*self.perplexity.values(), *self.accuracy.values()]
-        results += self.agreement.values()
+        values = {
+            field: {name: one.value if math.isfinite(one.value) else None for name, one in getattr(self, field).items()}
+            for field in KINDS
+            if field != "agreement" or self.agreement
+        }
+        settings = {result.dataset: dataclasses.asdict(result) for result in self.results}
+        for fields in settings.values():
+            del fields["value"], fields["dataset"]
         return {
             "model": self.model,
-            "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
-            "accuracy": {d: result.value for d, result in self.accuracy.items()},
-            **({"agreement": {d: r.value for d, r in self.agreement.items()}} if self.agreement else {}),
-            "measured_on": {result.dataset: _settings(result) for result in results},
+            **values,
+            "measured_on": settings,
             "zero_shot": self.zero_shot.to_dict() if self.zero_shot else None,
             "versions": self.versions,
         }
@@ -74,14 +79,17 @@ class EvalReport:
         if "num_fewshot" in values:
             values = {"zero_shot": values}
         settings, zero_shot = values.get("measured_on", {}), values.get("zero_shot")
-        perplexities = {d: math.inf if v is None else v for d, v in values.get("perplexity", {}).items()}
+        results: dict[str, dict[str, Any]] = {field: {} for field in KINDS}
+        for field, kind in KINDS.items():
+            for dataset, value in values.get(field, {}).items():
+                value = math.inf if value is None and kind is Perplexity else value
+                fields = {"value": value, "dataset": dataset, **settings[dataset]}
+                results[field][dataset] = check_fields(kind, fields, dataset)
         return cls(
             model=values.get("model", ""),
-            perplexity={d: _read(Perplexity, v, d, settings) for d, v in perplexities.items()},
-            accuracy={d: _read(Accuracy, v, d, settings) for d, v in values.get("accuracy", {}).items()},
-            agreement={d: _read(Agreement, v, d, settings) for d, v in values.get("agreement", {}).items()},
             zero_shot=ZeroShot.from_dict(zero_shot) if zero_shot else None,
             versions=values.get("versions", {}),
+            **results,
         )
 
     def save(self, path: str | os.PathLike[str], **more: Any) -> None:
@@ -104,13 +112,3 @@ class EvalReport:
             raise MoonshotError(f"{path} contains no results of an evaluation ({error})") from None
         require(bool(report.measurements()), f"{path} contains no results of an evaluation")
         return report
-
-
-def _read(kind: type[Result], value: Any, dataset: str, settings: dict[str, Any]) -> Result:
-    fields = {"value": value, "dataset": dataset, **settings[dataset]}
-    check_fields(kind, fields, dataset)
-    return kind(**fields)
-
-
-def _settings(result: Perplexity | Accuracy | Agreement) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(result).items() if name not in ("value", "dataset")}

@@ -1,8 +1,8 @@
 """Perplexity by the protocol of the pruning literature, comparable with published numbers.
 
-The text is tokenised as one stream and split into non-overlapping windows of the model's sequence length; perplexity is
-the exponentiated mean loss of all next-token predictions within windows. The literature puts a BOS before the first
-window alone; models that saw one before every context need it before each.
+The text is tokenised as one stream and split into non-overlapping windows of the model's sequence length. Perplexity is
+the exponential of the mean loss of all next-token predictions within windows. In the literature only the first window
+begins with BOS; models that were trained with BOS before every context need it before each window.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
-# Logits are copied to float32 in slices of about this size: at once, a large vocabulary would take gigabytes.
+# Logits are converted to float32 in slices of about this size; with a large vocabulary, all of them are gigabytes.
 SLICE_BYTES = 64 * 2**20
 
 
@@ -64,11 +64,11 @@ def perplexity(
             10,000 rows), a list of strings or a `datasets.Dataset`, whose texts are joined by a blank line.
             Conversations are rendered by the tokenizer's chat template. Data with the columns of C4 (text, timestamp,
             url) or PTB (sentence), such as a downloaded shard, are read as that corpus.
-        sequence_length: tokens of a window; None is the model's longest, at most 2048.
+        sequence_length: tokens of a window; None is the model's maximum, at most 2048.
         batch_size: windows per forward pass.
-        max_windows: the number of windows to evaluate, at most; None is all, and 256 for "c4".
-        bos: whether every window begins with BOS, followed by one token of text fewer; None: where the tokenizer puts
-            it before a text. False is the protocol of published numbers, in which the text alone does.
+        max_windows: the largest number of windows to evaluate; None is all, and 256 for "c4".
+        bos: whether every window begins with BOS, which replaces one token of text; None: if the tokenizer puts it
+            before a text. False is the protocol of published numbers, where only the whole text does.
         progress: show a progress bar of the windows.
 
     Raises:
@@ -107,15 +107,15 @@ def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list
     """At most `most` non-overlapping windows [W, length] that begin with `bos`, without the remainder of the text."""
     while bos and ids[:1] == bos:
         ids = ids[1:]
-    own = length - len(bos)
-    count = len(ids) // own
+    content = length - len(bos)
+    count = len(ids) // content
     if count == 0:
         size = len(ids) + len(bos)
         short = Text(f"{name}: the text has {size} tokens, fewer than {{}}", Option("sequence_length", length))
         shorter = Text("give more text or set {}", Option("sequence_length", size))
         raise MoonshotError(short, hint=shorter if size >= 2 else "give more text")
     count = min(count, most or count)
-    windows = torch.tensor(ids[: count * own]).view(count, own)
+    windows = torch.tensor(ids[: count * content]).view(count, content)
     return torch.cat([torch.tensor(bos, dtype=torch.int64).expand(count, -1), windows], 1) if bos else windows
 
 
@@ -132,8 +132,8 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for window, scores in zip(ids, logits, strict=True):
         targets = window[1:].to(scores.device).split(step)
-        for part, target in zip(scores[:-1].split(step), targets, strict=True):
-            total += functional.cross_entropy(part.float(), target, reduction="none").cpu().double().sum()
+        for piece, target in zip(scores[:-1].split(step), targets, strict=True):
+            total += functional.cross_entropy(piece.float(), target, reduction="none").cpu().double().sum()
     finite = not bool(total.isnan())
     require(finite, f"{type(model).__name__} returns NaN logits", hint="check its weights and its dtype")
     return total

@@ -1,7 +1,7 @@
-"""Zero-shot accuracy through lm-eval (the `[eval]` extra): the seven tasks of the pruning literature, or any other.
+"""Zero-shot accuracy by lm-eval (the `[eval]` extra): the seven tasks of the pruning literature, or any other.
 
-The metric is `acc`, as in the tables of MOONSHOT (arXiv 2604.13287, section 4.1); two models are compared by their
-mean over the tasks and by the fraction of tasks that one of them wins.
+The metric is `acc`, as in the tables of MOONSHOT (arXiv 2604.13287, section 4.1). Two models are compared by their mean
+over the tasks, and by the fraction of tasks that one of them wins.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class ZeroShot:
         names = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(names - set(values))
         require(not missing, f"not a zero-shot result, {', '.join(missing)} is missing", field="baseline")
-        fields = {name: values[name] for name in names}
-        check_fields(cls, fields)
-        return cls(**fields)
+        return check_fields(cls, {name: values[name] for name in names})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ZeroShot:
@@ -117,7 +115,7 @@ class Tasks(NamedTuple):
 
 
 def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
-    """Look up tasks, which takes lm-eval several seconds but downloads nothing.
+    """Look up tasks, which takes several seconds in lm-eval but downloads nothing.
 
     Args:
         tasks: names of lm-eval's tasks, "paper" for the seven of the literature, or paths of YAML task files.
@@ -131,7 +129,7 @@ def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
         install = "pip install 'optimum-moonshot[eval]'"
         raise MoonshotError(f"zero-shot accuracy needs lm-eval ({error})", hint=install) from error
     names, folders = _names(tasks)
-    # Only with names of lm-eval's list, because reading that takes seconds.
+    # lm-eval's own list, which takes seconds to read, is needed only for names.
     defaults = len(folders) < len(names)
     manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=defaults)
     for name in names:
@@ -158,7 +156,7 @@ def zero_shot(
         tasks: as for `find_tasks`, or its result.
         batch_size: requests per forward pass.
         num_fewshot: solved examples before each question; 0 is the protocol of the literature.
-        limit: the number of documents per task, at most, for a quick estimate; None is all.
+        limit: the largest number of documents per task, for a quick estimate; None is all.
         progress: show a progress bar of the requests.
 
     Raises:
@@ -191,14 +189,15 @@ def _measure(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    seeds = {f"{kind}_random_seed": None for kind in ("numpy", "torch")}  # do not change the caller's random state
-    options |= {"task_manager": tasks.manager, "log_samples": False, "random_seed": None, **seeds}
+    # Without seeds the caller's random state does not change.
+    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+    options |= {"task_manager": tasks.manager, "log_samples": False, **seeds}
     with isolated(model) as model, evaluation_mode(model), wide_products(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not (progress and bars_are_wanted()))
         try:
             results = simple_evaluate(model=wrapped, tasks=tasks.names, **options)["results"]
-        except Exception as error:  # a download, or anything that a mistake in a task's file causes
+        except Exception as error:  # a failed download, or anything that a mistake in a task's file causes
             names, kind = ", ".join(tasks.names), type(error).__name__
             message = f"{names} cannot be measured ({kind}: {reason(error)})"
             raise MoonshotError(message, field="tasks") from error
@@ -211,7 +210,7 @@ def _names(tasks: Any) -> tuple[list[str], list[str]]:
     accepted = "give a list of names or YAML files"
     require(isinstance(listed, list | tuple) and len(listed) > 0, accepted, field="tasks", value=tasks)
     names, folders = [], []
-    for task in (name for each in listed for name in (PAPER_TASKS if each == PAPER else (each,))):
+    for task in (name for given in listed for name in (PAPER_TASKS if given == PAPER else (given,))):
         require(isinstance(task, str | os.PathLike), f"{task!r} is neither a name nor a path", field="tasks")
         path = Path(task)
         if path.suffix not in (".yaml", ".yml"):

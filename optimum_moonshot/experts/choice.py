@@ -1,4 +1,4 @@
-"""Select the experts that remain in each mixture."""
+"""Selects the experts of each mixture that remain."""
 
 import time
 from collections.abc import Sequence
@@ -10,18 +10,17 @@ from ..calibration.mixture_sums import MixtureStatistics
 from ..devices import peak_bytes
 from ..model.mixtures import Mixture
 from ..objective.patterns import Experts
-from ..objective.removal import Removal
 from ..pipeline.inputs import Prepared
 from ..pipeline.store import ResultStore
 from ..reports.prune_report import ExpertChoice, LayerReport, loss_fields
-from ..solvers import Solver, make_solver, solver_names
+from ..solvers import make_solver, solver_names
 from .problems import MixtureProblems
 
 
 class ExpertSelection(MixtureProblems):
-    """The remaining experts of each mixture; `store` may have those of an interrupted run.
+    """The remaining experts of each mixture; `store` may have results of an interrupted run.
 
-    The result of a mixture is a row with a 1 for each remaining expert.
+    The result of a mixture is a row with 1 for each remaining expert.
     """
 
     def __init__(self, prepared: Prepared, mixtures: Sequence[Mixture], pattern: Experts, store: ResultStore):
@@ -32,15 +31,16 @@ class ExpertSelection(MixtureProblems):
     def lacks_mixture(self, name: str) -> bool:
         return name not in self.store.reports
 
-    def run(self) -> None:
-        super().run()
-        self.notes += self.pipeline.notes
-
     def take(self, mixture: Mixture, statistics: MixtureStatistics) -> None:
-        started, pattern = time.perf_counter(), self.pattern
+        started, pattern, solver = time.perf_counter(), self.pattern, self.selection.config.solver
         problem = self.problem(statistics)
-        keep, losses = _solve_by_all(self.selection.solver, self.selection.config.solver, problem, pattern)
+        keep = self.selection.solver.solve(problem, pattern).keep[0]
         (loss,) = problem.losses(keep)
+        # The report compares the losses of all solvers.
+        keeps = {solver: keep}
+        others = [other for other in solver_names(Experts) if other != solver]
+        keeps |= {other: make_solver(other, {}).solve(problem, pattern).keep[0] for other in others}
+        losses = {name: one.total for name, one in zip(keeps, problem.losses(*keeps.values()), strict=True)}
         removed = (~keep).nonzero().flatten().tolist()
         seconds = time.perf_counter() - started
         report = LayerReport(
@@ -66,15 +66,6 @@ class ExpertSelection(MixtureProblems):
     def remaining(self) -> dict[str, Tensor]:
         """The indices of the remaining experts by mixture, int64."""
         return {
-            mixture.name: torch.tensor([each for each in range(mixture.count) if each not in self.removed(mixture)])
+            mixture.name: torch.tensor([index for index in range(mixture.count) if index not in self.removed(mixture)])
             for mixture in self.mixtures
         }
-
-
-def _solve_by_all(solver: Solver, name: str, problem: Removal, pattern: Experts) -> tuple[Tensor, dict[str, float]]:
-    """The experts kept by a solver, bool [E], and the loss L_λ of its selection and of those of all other solvers."""
-    keeps = {name: solver.solve(problem, pattern).keep[0]}
-    others = [other for other in solver_names(Experts) if other != name]
-    keeps |= {other: make_solver(other, {}).solve(problem, pattern).keep[0] for other in others}
-    losses = problem.losses(*keeps.values())
-    return keeps[name], {other: loss.total for other, loss in zip(keeps, losses, strict=True)}

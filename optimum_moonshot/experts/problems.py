@@ -1,4 +1,4 @@
-"""The problem of each mixture, from the data at the stage of its block."""
+"""The optimisation problem of each mixture, from a pass over the data at the stage of its block."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,12 +18,12 @@ from ..progress import progress_bar
 
 
 class MixtureProblems:
-    """The problem of each mixture, in the order of the blocks, from a pass over the data at the stage of its block."""
+    """The problems of the mixtures, in the order of their blocks."""
 
     def __init__(self, prepared: Prepared, mixtures: Sequence[Mixture]):
         self.prepared, self.mixtures, self.selection = prepared, mixtures, prepared.selection
         self.pipeline = ModelPipeline(prepared, self)
-        self.where = "the passes over the data"  # then the last mixture
+        self.where = "the passes over the data"  # in messages; later the current mixture
         self.by_module = {mixture.module: mixture for mixture in mixtures}
 
     def lacks_mixture(self, name: str) -> bool:
@@ -44,15 +44,11 @@ class MixtureProblems:
         return mixture is not None and self.lacks_mixture(mixture.name)
 
     def skip(self, layer: PrunableLayer) -> None:
-        """Raise `MoonshotError`: all mixtures lose the same number of experts, so none can be skipped."""
+        """Raise `MoonshotError`: the same number of experts is removed from all mixtures, so none can be skipped."""
         raise MoonshotError(self.pipeline.reason(layer)).within(layer.name)
 
     def run(self) -> None:
-        """Pass the data over the model, and take the statistics of each mixture.
-
-        Raises:
-            MoonshotError: bad statistics, or a mixture that no data reach.
-        """
+        """Pass the data through the model, and call `take` with the statistics of each mixture."""
         prepared, shown = self.prepared, self.prepared.subject.progress
         with progress_bar(total=len(self.mixtures), desc="pruning", unit="mixture", shown=shown) as bar:
             bar.update(sum(not self.lacks_mixture(mixture.name) for mixture in self.mixtures))
@@ -66,10 +62,9 @@ class MixtureProblems:
             return
         self.where = mixtures[0].name
         prepared, gradients = self.prepared, self.selection.needs_gradients
-        samples, backoff = prepared.calibration.num_samples, prepared.backoff
-        here = prepared.samples_here
+        samples, here = prepared.calibration.num_samples, prepared.samples_here
         watched = MixtureObserver(mixtures, gradients, samples, prepared.storage, here)
-        with backoff.passing(watched, merge_mixtures) as observer:
+        with prepared.backoff.passing(watched, merge_mixtures) as observer:
             stage.observe(observer, advance=True)
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)

@@ -1,17 +1,16 @@
-"""Remove whole experts from a model, in place: the result is a smaller model of the same class.
+"""Removes whole experts from a model, in place: the result is a smaller model of the same class.
 
-The field of the configuration with the number of experts, and the tensors with an axis of experts, are searched,
-without a table: in a model created from the changed configuration (on the meta device), the parameters of all mixtures
+The field of the configuration with the number of experts, and the tensors with an axis of experts, are found by search,
+not from a table: in a model created from the changed configuration (on the meta device), the parameters of all mixtures
 have the remaining number of experts, and every other tensor that differs, such as a router's rows and biases, differs
 along one such axis. A test checks that these axes alone identify an expert: the output of a mixture is invariant to a
-permutation along all of them. So removing experts is equal to a router that never selects them.
+permutation along all of them. Removing experts is therefore equal to a router that never selects them.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from os.path import commonprefix
 from typing import Any
@@ -29,15 +28,13 @@ from ..model.model_info import Edit, edited, whole_numbers
 from ..model.offload import RESIDENT, Offloaded, Weights, mark_written
 from ..objective.patterns import Experts
 
-# Fields with the number of a router's groups of experts, and of the groups that it selects.
+# Fields with a router's number of groups of experts, and with the number of groups that it selects.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
 _GROUPS_CHOSEN = re.compile(r"topk_groups?$|limited_groups?$")
-# Most fields of a configuration that are changed together.
+# The largest number of fields of a configuration that are changed together.
 MOST_FIELDS = 3
 # Least fraction of tokens with equal outputs after a permutation: ties in the router's scores may resolve differently.
 EQUAL_FRACTION = 0.75
-
-Cut = Callable[[Tensor, int, str], Tensor]  # (tensor, axis, name of the mixture) → smaller tensor
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,11 @@ class Sliced:
         tensor = self.owner._parameters.get(self.key, self.owner._buffers.get(self.key))
         assert tensor is not None
         return tensor
+
+    def remaining(self, keep: Mapping[str, Tensor]) -> Tensor:
+        """A tensor of some experts only; `keep` is as for `ExpertRemoval.apply`."""
+        tensor = self.tensor.data
+        return tensor.index_select(self.axis, keep[self.mixture].to(tensor.device))
 
     def put(self, tensor: Tensor) -> None:
         """Replace the tensor; a parameter remains the same object."""
@@ -77,7 +79,7 @@ class ExpertRemoval:
 
     @classmethod
     def plan(cls, model: nn.Module, mixtures: Mixtures, pattern: Experts, probe: Batch) -> "ExpertRemoval":
-        """Search the removal of experts from a model in evaluation mode, and test it on a small batch.
+        """Find out how to remove experts from a model in evaluation mode, and test it on a small batch.
 
         Raises `MoonshotError` if no or too many experts would be removed, or the architecture does not allow it.
         """
@@ -98,7 +100,7 @@ class ExpertRemoval:
 
     @contextmanager
     def configured(self) -> Iterator[None]:
-        """Meanwhile modules and configuration have the values of the smaller model, whose tensors they lack."""
+        """A context with the attributes and the configuration of the smaller model, but not with its tensors."""
         with ExitStack() as undo:
             self._configure(undo)
             yield
@@ -106,56 +108,51 @@ class ExpertRemoval:
     @torch.no_grad()
     def tensors(self, block: str, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The smaller tensors of an onloaded block by their names in it; `keep` is as for `apply`."""
-        tensors, prefix = dict[str, Tensor](), f"{block}."
-        for name, each in self.sliced.items():
-            if name.startswith(prefix):
-                kept = keep[each.mixture].to(each.tensor.device)
-                tensors[name.removeprefix(prefix)] = each.tensor.index_select(each.axis, kept)
-        return tensors
+        inside = {name: sliced for name, sliced in self.sliced.items() if name.startswith(f"{block}.")}
+        return {name.removeprefix(f"{block}."): sliced.remaining(keep) for name, sliced in inside.items()}
 
     @contextmanager
     def removed(self, keep: Mapping[str, Tensor]) -> Iterator[None]:
-        """Meanwhile the model, which is in memory, lacks experts; `keep` is as for `apply`."""
+        """A context in which a model that is in memory lacks experts; `keep` is as for `apply`."""
         with ExitStack() as undo:
-            self._cut(self.sliced.values(), partial(_kept, keep), undo)
+            self._cut(self.sliced.values(), lambda sliced: sliced.remaining(keep), undo)
             self._configure(undo)
             yield
 
     @torch.no_grad()
     def apply(self, keep: Mapping[str, Tensor], finish: Callable[[], None] = lambda: None) -> None:
-        """Remove all but some experts (mixture → ascending int64 indices), then `finish`.
+        """Remove all experts but those of `keep` (mixture → ascending int64 indices), then call `finish`.
 
-        On failure of either the model is unchanged.
+        If either fails, the model is unchanged.
         """
-        cut = partial(_kept, keep)
         with ExitStack() as undo:
             for weights, changes in self._by_weights().items():
                 if isinstance(weights, Offloaded):
                     undo.callback(weights.restore, weights.changes())
                 with weights.onloaded():
-                    self._cut(changes, cut, undo if weights is RESIDENT else ExitStack())
-                    for each in changes:
-                        mark_written(each.owner, each.key)
+                    restored = undo if weights is RESIDENT else ExitStack()
+                    self._cut(changes, lambda sliced: sliced.remaining(keep), restored)
+                    for sliced in changes:
+                        mark_written(sliced.owner, sliced.key)
             self._configure(undo)
             finish()
             undo.pop_all()
-        for each in self.sliced.values():
-            each.tensor.grad = None  # its shape is that of all experts
+        for sliced in self.sliced.values():
+            sliced.tensor.grad = None  # its shape is that of all experts
 
     def _by_weights(self) -> dict[Weights, list[Sliced]]:
         """The tensors, grouped by the `Weights` of their block."""
         weights, groups = by_module(visited(self.model)), dict[Weights, list[Sliced]]()
-        for each in self.sliced.values():
-            groups.setdefault(weights.get(each.owner, RESIDENT), []).append(each)
+        for sliced in self.sliced.values():
+            groups.setdefault(weights.get(sliced.owner, RESIDENT), []).append(sliced)
         return groups
 
     @staticmethod
-    def _cut(sliced: Iterable[Sliced], cut: Cut, undo: ExitStack) -> None:
+    def _cut(tensors: Iterable[Sliced], smaller: Callable[[Sliced], Tensor], undo: ExitStack) -> None:
         """Replace tensors by smaller ones, until `undo` is closed."""
-        for each in sliced:
-            old = each.tensor.data
-            undo.callback(each.put, old)
-            each.put(cut(old, each.axis, each.mixture))
+        for sliced in tensors:
+            undo.callback(sliced.put, sliced.tensor.data)
+            sliced.put(smaller(sliced))
 
     def _configure(self, undo: ExitStack) -> None:
         """Set the attributes and configuration of the smaller model, until `undo` is closed."""
@@ -172,21 +169,21 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def _test_run(self, probe: Batch) -> None:
-        """Run the model with views of the first experts of each mixture, which take no memory."""
+        """Run the model with views of the first experts of each mixture, which need no memory."""
 
-        def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
-            return tensor.narrow(axis, 0, self.left)
+        def first(sliced: Sliced) -> Tensor:
+            return sliced.tensor.data.narrow(sliced.axis, 0, self.left)
 
         @contextmanager
         def within(block: nn.Module) -> Iterator[None]:
             modules = set(block.modules())
             with ExitStack() as undo:
-                self._cut((each for each in self.sliced.values() if each.owner in modules), cut, undo)
+                self._cut((sliced for sliced in self.sliced.values() if sliced.owner in modules), first, undo)
                 yield
 
         try:
             with ExitStack() as undo:
-                self._cut(self._by_weights().get(RESIDENT, ()), cut, undo)
+                self._cut(self._by_weights().get(RESIDENT, ()), first, undo)
                 self._configure(undo)
                 undo.enter_context(onloaded_in_turn(visited(self.model), within))
                 run_model(self.model, probe)
@@ -199,7 +196,7 @@ class ExpertRemoval:
         """Raise `MoonshotError` unless every mixture is invariant to a permutation of its experts."""
         owners: dict[str, str] = {}  # mixture → the smallest module with all tensors that have an axis of its experts
         for mixture in self.mixtures:
-            names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
+            names = [name.split(".") for name, sliced in self.sliced.items() if sliced.mixture == mixture.name]
             owners[mixture.name] = ".".join(commonprefix(names))
         modules = {owner: self.model.get_submodule(owner) for owner in owners.values()}
         with recorded(modules) as calls, onloaded_in_turn(visited(self.model)):
@@ -210,29 +207,25 @@ class ExpertRemoval:
         for name, owner in owners.items():
             with onloaded(modules[owner]):
                 permuted = {
-                    key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
-                    for key, each in self.sliced.items()
-                    if each.mixture == name
+                    key.removeprefix(f"{owner}."): sliced.remaining({name: order})
+                    for key, sliced in self.sliced.items()
+                    if sliced.mixture == name
                 }
                 invariant = owner in calls and _agree(modules[owner], permuted, *calls[owner])
                 reason = "its experts cannot be removed: their tokens depend on more than the router's scores"
                 require(invariant, f"{owner}: {reason}")
 
 
-def _kept(keep: Mapping[str, Tensor], tensor: Tensor, axis: int, name: str) -> Tensor:
-    return tensor.index_select(axis, keep[name].to(tensor.device))
-
-
 def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -> Experts:
-    """The pattern with the router's groups; raises unless it removes some experts, and leaves enough."""
+    """The pattern with the router's groups; raises unless it removes some experts, and enough remain."""
     fields, count, chosen = dict(whole_numbers(config)), mixtures.count, mixtures.chosen
     groups = max([value for name, value in fields.items() if _GROUPS.search(name) and value], default=1)
     groups = groups if count % groups == 0 else 1
     selected = [value for name, value in fields.items() if _GROUPS_CHOSEN.search(name) and value]
     grouped = Experts(pattern.sparsity, groups)
     left, size = count - grouped.removed(count), count // groups
-    each = f"each of the {groups} groups of {size}" if groups > 1 else f"{count}"
-    message, sparsity = f"of {each} experts that", pattern.sparsity
+    whose = f"each of the {groups} groups of {size}" if groups > 1 else f"{count}"
+    message, sparsity = f"of {whose} experts that", pattern.sparsity
     hint = f"set at least {_least(size):.4g}"
     require(left < count, f"{message} rounds to none", field="sparsity", value=sparsity, hint=hint)
     reach = left // groups * (selected[0] if selected and groups > 1 else groups)
@@ -309,7 +302,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _belongs(name: str, mixtures: Mixtures) -> str | None:
     """The mixture whose name shares the longest prefix with a tensor's; None if ambiguous."""
-    shared = {each.name: len(commonprefix([name.split("."), each.name.split(".")])) for each in mixtures}
+    shared = {mixture.name: len(commonprefix([name.split("."), mixture.name.split(".")])) for mixture in mixtures}
     most = max(shared.values())
     nearest = [mixture for mixture, length in shared.items() if length == most]
     return nearest[0] if len(nearest) == 1 else None

@@ -1,6 +1,6 @@
-"""Remove whole experts from a model in one run: select the layers, plan, choose the experts, remove them.
+"""A run that removes whole experts: select the layers, plan, choose the experts, remove them.
 
-The model becomes smaller in the run itself: experts of zeros would not do, as the router would still select them.
+The experts are removed in the run, not zeroed, because the router would still select experts of zeros.
 """
 
 import os
@@ -17,7 +17,7 @@ from ..model.compaction import Compaction
 from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, prepare, sample_folder
+from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.run_report import attach_report
 from ..pipeline.selection import Subject, select_experts
 from ..pipeline.variant import Variant, broadcast_first, share_recovered
@@ -31,25 +31,31 @@ from .removal import ExpertRemoval
 def prune_experts(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, Callable[[], None]]:
-    """As `prune_model` for pattern="experts": every mixture loses the same number of experts.
+    """Like `prune_model`, for pattern="experts": removes the same number of experts from every mixture.
 
     Raises:
-        MoonshotError: a model without mixtures, or one that cannot lose so many experts; bad data, or too little
-            memory. The model is unchanged.
+        MoonshotError: a model without mixtures, or from which so many experts cannot be removed; bad data, or too
+            little memory. The model is unchanged.
     """
     started, recovering = time.perf_counter(), 0.0
     selection = select_experts(subject.model, config)
     prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
-    parameters = _count(subject.model)
+    message = Text("{} needs data", Option("pattern", "experts"))
+    require(prepared.data is not None, message, field="calibration", value=None)
+    parameters, pattern = _count(subject.model), selection.config.parsed_pattern
+    assert isinstance(pattern, Experts)
     with frozen(subject.model):
-        removal = _plan(prepared)
+        mixtures = find_mixtures(subject.model, prepared.probe)
+        removal = ExpertRemoval.plan(subject.model, mixtures, pattern, prepared.probe)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     store = variant.store
     for layer in selection.layers:
         variant.skip(layer, "its experts are removed as a whole")
     experts = ExpertSelection(prepared, tuple(removal.mixtures), removal.pattern, store)
+    # The experts are chosen before the recovery runs.
+    smaller = SmallerBlocks(lambda block: removal.tensors(block.name, experts.remaining()), removal.configured)
     try:
-        recovery = None if config.recover is None else _recovery(prepared, variant, removal, experts)
+        recovery = None if config.recover is None else Recovery(prepared, variant, smaller)
         with frozen(subject.model):
             experts.run()
             if recovery is not None:
@@ -66,26 +72,10 @@ def prune_experts(
     compaction = Compaction(removal.changes, removed, {}, (parameters, _count(subject.model))).to_dict()
     layers = [store.reports[mixture.name] for mixture in removal.mixtures]
     fields = {"skipped": {}, "compaction": compaction, "parameters": parameters, "recovery": variant.recovered}
+    notes = dict.fromkeys([*variant.notes, *experts.notes, *experts.pipeline.notes])
     record = {"compaction": compaction}
-    notes = dict.fromkeys([*variant.notes, *experts.notes])
-    report = attach_report(prepared, selection, layers, seconds, notes, report=fields, record=record)
-    return report, store.discard
-
-
-def _recovery(prepared: Prepared, variant: Variant, removal: ExpertRemoval, experts: ExpertSelection) -> Recovery:
-    """The recovery of the blocks without the removed experts, which are chosen before it runs."""
-    smaller = SmallerBlocks(lambda block: removal.tensors(block.name, experts.remaining()), removal.configured)
-    return Recovery(prepared, variant, smaller)
+    return attach_report(prepared, selection, layers, seconds, notes, report=fields, record=record), store.discard
 
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _plan(prepared: Prepared) -> ExpertRemoval:
-    message = Text("{} needs data", Option("pattern", "experts"))
-    require(prepared.data is not None, message, field="calibration", value=None)
-    pattern = prepared.selection.config.parsed_pattern
-    assert isinstance(pattern, Experts)
-    mixtures = find_mixtures(prepared.model, prepared.probe)
-    return ExpertRemoval.plan(prepared.model, mixtures, pattern, prepared.probe)

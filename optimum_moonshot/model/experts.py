@@ -272,9 +272,8 @@ def _routed_to(
     """
     routes = routing(args, kwargs)
     if routes is None:
-        options = Option("expert_tokens", "routed"), Option("under_calibrated_experts", "routed")
         message = f"the arguments of {type(module).__name__} do not show which token it sends to which expert"
-        raise MoonshotError(message, hint=Text("leave {} and {}", *options))
+        raise MoonshotError(message, hint=Text("set {}", Option("under_calibrated_experts", "routed")))
     index, _ = routes
     places = torch.arange(index.shape[1], device=index.device)
     last = len(next(iter(expert_parameters(module).values()))) - 1

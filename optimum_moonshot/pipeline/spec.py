@@ -32,20 +32,18 @@ class StatisticsSpec:
     patterns: Mapping[str, Sequence[Pattern]]  # of each layer, by its name, all that it will be pruned by
     lams: Mapping[str, float]  # λ by layer
     samples: int  # N, calibration samples in all
-    expert_tokens: str = "routed"  # like the next, as in `MoonshotConfig`
-    under_calibrated_experts: str = "all"
+    under_calibrated_experts: str = "all"  # as in `MoonshotConfig`
 
     @classmethod
     def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
         """The statistics of a selection's layers, with its λ and solver."""
-        lams, config = {layer.name: selection.lam_of(layer) for layer in selection.layers}, selection.config
-        experts = config.expert_tokens, config.under_calibrated_experts
-        return cls(selection.solver, patterns, lams, samples, *experts)
+        lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
+        return cls(selection.solver, patterns, lams, samples, selection.config.under_calibrated_experts)
 
     @property
     def keeps_routing(self) -> bool:
         """Whether all experts keep the statistics of the model's routing, so that no second pass is needed."""
-        return self.expert_tokens != "all" and self.under_calibrated_experts == "routed"
+        return self.under_calibrated_experts == "routed"
 
     @property
     def diagonal(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..reports.json_files import save_json
-from ..reports.tables import html_table, text_table
+from ..reports.tables import text_table
 
 PLAN_NAME = "moonshot_plan.json"
 DISK, HOST = "disk", "cpu"
@@ -125,16 +125,6 @@ class Plan:
         Args:
             width: characters of a line of the table.
         """
-        return "\n".join([text_table(*self._cells(), width), "", *self._summary()])
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        """The table as HTML."""
-        return html_table(*self._cells(), self._summary())
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
         headers = ["block", "layers", "rounds", "passes", *self.places, "s"]
         rows = [
             [
@@ -147,7 +137,10 @@ class Plan:
             ]
             for each in self.blocks
         ]
-        return headers, rows
+        return "\n".join([text_table(headers, rows, width), "", *self._summary()])
+
+    def __str__(self) -> str:
+        return self.table()
 
     def _summary(self) -> list[str]:
         model, data = self.model, self.data

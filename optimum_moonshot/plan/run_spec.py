@@ -99,11 +99,10 @@ class RunSpec:
     def all_token_experts(self, layer: PrunableLayer) -> int:
         """The number of experts that get all tokens, if the router sends the same number of tokens to each."""
         config, top_k = self.selection.config, self.footprint.top_k.get(layer.name)
-        everyone = config.expert_tokens == "all"
-        if top_k is None or not (everyone or config.under_calibrated_experts == "all"):
+        if top_k is None or config.under_calibrated_experts != "all":
             return 0
         tokens = self.samples * (self.tokens or 0) * top_k // len(layer.parameter)
-        return layer.groups if everyone or is_under_calibrated(tokens, layer.shape[1]) else 0
+        return layer.groups if is_under_calibrated(tokens, layer.shape[1]) else 0
 
     def logits_bytes(self) -> int:
         """A batch's logits with their gradient, and three float32 copies of one sample's."""

@@ -1,4 +1,4 @@
-"""Solve one layer for one or several variants."""
+"""Solves one layer for one or several variants."""
 
 import dataclasses
 import time
@@ -21,12 +21,9 @@ from ..solvers import Solver
 
 
 def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence[Variant]) -> None:
-    """Solve a dense layer for several variants, all of one λ at once: one elimination serves several sparsities.
+    """Solve a dense layer for several variants, all those of one λ together: one elimination serves several sparsities.
 
     Variants with the same λ and pattern share the result, for example if the layer is excluded from the Fisher loss.
-
-    Raises:
-        FactorizationError: the quadratic stays singular at the largest damping; it names the layer.
     """
     for lam in dict.fromkeys(variant.selection.lam_of(layer) for variant in variants):
         by_pattern: dict[Pattern, list[Variant]] = {}
@@ -44,15 +41,15 @@ def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence
 def solve(
     solver: Solver, layer: PrunableLayer, statistics: Statistics, lam: float, patterns: list[Pattern]
 ) -> list[tuple[LayerReport, Tensor]]:
-    """The reports of a dense layer, and its weights [d_out, d_in] in its dtype, for several patterns.
+    """The reports and the weights [d_out, d_in], in the layer's dtype, of a dense layer for several patterns.
 
-    Statistics of no samples belong to a solver without data.
+    A solver without data gets statistics of no samples.
 
     Raises:
-        FactorizationError: as `prune_layer`.
+        FactorizationError: the quadratic remains singular at the largest damping; it names the layer.
     """
     device = layer.parameter.device
-    wait_for(device)  # else the solver is charged with the calibration pass
+    wait_for(device)  # so that the calibration pass is not counted as time of the solver
     reset_peak(device)
     started = time.perf_counter()
     calibrated = not (isinstance(statistics, LayerStatistics) and statistics.samples == 0)
@@ -63,23 +60,23 @@ def solve(
     wait_for(device)
     seconds = (time.perf_counter() - started) / len(patterns)
     results = []
-    for pattern, each in zip(patterns, solved, strict=True):
+    for pattern, result in zip(patterns, solved, strict=True):
         report = LayerReport(
             name=layer.name,
             shape=layer.shape,
-            sparsity=sparsity_of(each.weight),
-            damping=each.damping,
+            sparsity=sparsity_of(result.weight),
+            damping=result.damping,
             seconds=seconds,
             peak_memory=peak_bytes(device),
-            notes=each.notes if calibrated else (),
+            notes=result.notes if calibrated else (),
             target_sparsity=pattern.sparsity,
             zeros_before=layer.matrix.numel() - int(torch.count_nonzero(layer.matrix)),
             bits=None if pattern.grid is None else pattern.grid.bits,
-            packed_bytes=packed_bytes(each.weight, pattern),
+            packed_bytes=packed_bytes(result.weight, pattern),
             expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
-            **(loss_fields(each.lam, each.masked, each.pruned) if calibrated else {"lam": None}),
+            **(loss_fields(result.lam, result.masked, result.pruned) if calibrated else {"lam": None}),
         )
-        results.append((report, each.weight))
+        results.append((report, result.weight))
     return results
 
 

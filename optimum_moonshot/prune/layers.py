@@ -1,4 +1,4 @@
-"""Solve the layers of a model for one or several variants: allocation, then the loop."""
+"""Solves the layers of a model for one or several variants: allocation, then the loop."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -27,12 +27,12 @@ class Pruning(StatisticsTask):
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
         selection = prepared.selection
-        patterns = {layer.name: [each.pattern_of(layer) for each in variants] for layer in selection.layers}
+        patterns = {layer.name: [variant.pattern_of(layer) for variant in variants] for layer in selection.layers}
         samples = 0 if prepared.data is None else prepared.data.num_samples
         spec = StatisticsSpec.of(selection, patterns, samples)
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
         self.prepared, self.variants, self.bar = prepared, variants, bar
-        # Only a single variant may recompute its statistics on the pruned prefix.
+        # Only a single variant can recompute its statistics on the pruned prefix.
         weight = variants[0].store.weight if selection.config.recompute else None
         self.pipeline = ModelPipeline(prepared, self, weight)
 
@@ -40,7 +40,7 @@ class Pruning(StatisticsTask):
         return any(variant.lacks(layer) for variant in self.variants)
 
     def skip(self, layer: PrunableLayer) -> None:
-        """Leave the layer dense."""
+        """Keep the layer dense."""
         reason = self.pipeline.reason(layer)
         for variant in self.variants:
             if variant.lacks(layer):
@@ -56,7 +56,7 @@ class Pruning(StatisticsTask):
 
 
 class PruningWithoutData(Pruning):
-    """As `Pruning`, for a solver without statistics."""
+    """Like `Pruning`, for a solver without statistics."""
 
     def partition(self, stage: Stage) -> list[Part]:
         """One part, whose layers are divided among the processes."""
@@ -75,12 +75,8 @@ class PruningWithoutData(Pruning):
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:
     """Solve every layer for each variant that lacks it, with notes on the passes; `bar` counts layers.
 
-    The model is dense and frozen; the variants have the same layers and solver. Returns the pipeline, with the losses
-    of the dense model.
-
-    Raises:
-        MoonshotError: bad statistics, too little memory, or data that reached no layer.
-        FactorizationError: a layer's quadratic stays singular at the largest damping; it names the layer.
+    The model is dense and frozen; the variants have the same layers and solver. Returns the pipeline, which has the
+    losses of the dense model.
     """
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     if prepared.selection.config.allocation != "uniform":

@@ -1,4 +1,4 @@
-"""Note later changes of a pruned model in its report and in its record."""
+"""Adds later changes of a pruned model to its report and to its record."""
 
 import dataclasses
 from typing import Any
@@ -16,10 +16,9 @@ from ..rotate.report import RotationReport
 
 
 def compact_pruned(model: Any, report: PruneReport | None) -> tuple[Any, Compaction]:
-    """As `compact_model`, noted in the record and in the report, if any; with fewer experts it is compact already.
+    """Like `compact_model`, with entries in the record and in the report, if there is one.
 
-    Raises:
-        MoonshotError: as `compact_model`, or the model is packed or has the weights of a variant.
+    A model with fewer experts is compact already.
     """
     check_idle(model, "compact")
     record = PruningRecord.of(model)

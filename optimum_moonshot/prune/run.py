@@ -1,4 +1,4 @@
-"""Prune or rotate a model: select → prepare → solve every layer → recover → commit."""
+"""Prunes or rotates a model: select → prepare → solve every layer → recover → commit."""
 
 import dataclasses
 import os
@@ -27,11 +27,7 @@ Discard = Callable[[], None]  # deletes the files of a run, which outlive it unt
 def prune_model(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, Discard]:
-    """Prune a model as `MoonshotPruner.prune`; it stays dense until every layer is solved.
-
-    Raises:
-        MoonshotError: bad data, layers or statistics, or too little memory; the model is unchanged.
-    """
+    """Prune a model for `MoonshotPruner.prune`. It stays dense until every layer is solved, and if the run fails."""
     calibration = config.calibration if calibration is None else calibration
     if config.pattern == Experts.kind:
         return prune_experts(subject, config, calibration, resume_dir)
@@ -64,11 +60,7 @@ def prune_model(
 def rotate_model(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[RotationReport, Discard]:
-    """Rotate a model as `MoonshotPruner.rotate`.
-
-    Raises:
-        MoonshotError: bad data, or as `rotate`.
-    """
+    """Rotate a model for `MoonshotPruner.rotate`."""
     calibration = config.calibration if calibration is None else calibration
     selection = select(subject.model, config)
     prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))

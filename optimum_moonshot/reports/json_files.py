@@ -1,4 +1,4 @@
-"""JSON files of reports, checked against the annotations of the dataclasses that they are read into."""
+"""JSON files of reports, read into dataclasses and checked against their annotations."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ from ..errors import MAX_INT, MoonshotError, check_path, require
 from ..files import read_json, replace_file
 
 Report = TypeVar("Report")
-# Numbers with their least and largest value; a plain float may be NaN or infinite, as losses can be.
+# Numbers with their least and largest value; a plain float may be NaN or infinite, like a loss.
 Fraction = Annotated[float, 0, 1]
 Amount = Annotated[float, 0, float(MAX_INT)]
 Count = Annotated[int, 0, MAX_INT]
 Size = Annotated[int, 1, MAX_INT]
-# Of a class; a report has one object per layer.
+# Cached, because a report has one object per layer.
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 _NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
 
@@ -52,13 +52,16 @@ def with_tuples(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: tuple(value) if name in names and value is not None else value for name, value in values.items()}
 
 
-def check_fields(cls: Any, values: Any, where: str = "") -> None:
-    """Check that an object has the fields of a class, each of its type.
+def check_fields(cls: Any, values: Any, where: str = "") -> Any:
+    """Read an object with the fields of a class, each of its type.
 
     Args:
         cls: a dataclass, for objects without other fields, or a `TypedDict`, for objects that may have others.
         values: the object, as JSON types; an int is accepted as a float.
         where: name of the object in messages.
+
+    Returns:
+        The instance of the dataclass; for a `TypedDict` the unchanged object.
 
     Raises:
         MoonshotError: a field that is missing, unknown or of another type.
@@ -74,14 +77,16 @@ def check_fields(cls: Any, values: Any, where: str = "") -> None:
     prefix = f"{where}." if where else ""
     for name in sorted(required - set(values)):
         raise MoonshotError(f"{prefix}{name} is missing")
+    read: dict[str, Any] = {}
     for name, value in values.items():
         unknown = name if name.isidentifier() else repr(name)
         require(name in hints or is_typeddict(cls), f"{prefix}{unknown} is an unknown field")
-        check_value(hints.get(name, Any), value, prefix + name)
+        read[name] = check_value(hints.get(name, Any), value, prefix + name)
+    return values if is_typeddict(cls) else cls(**read)
 
 
-def check_value(hint: Any, value: Any, where: str) -> None:
-    """Check that a value, as JSON types, has the type of an annotation; `where` is its name in messages.
+def check_value(hint: Any, value: Any, where: str) -> Any:
+    """Read a value, as JSON types, of the type of an annotation; `where` is its name in messages.
 
     The annotation is a plain type, one with bounds, literals, a union, a list, tuple or dict of such, or a class with
     fields.
@@ -96,22 +101,24 @@ def check_value(hint: Any, value: Any, where: str) -> None:
     elif origin in (Union, types.UnionType):
         kinds = [kind for kind in inner if kind is not type(None)]
         if value is not None or len(kinds) == len(inner):
-            check_value(kinds[0], value, where)
+            return check_value(kinds[0], value, where)
     elif is_typeddict(hint) or dataclasses.is_dataclass(hint):
-        check_fields(hint, value, where)
+        return check_fields(hint, value, where)
     elif origin is dict:
         require(isinstance(value, Mapping), "must be an object", field=where, value=value)
-        for name, entry in value.items():
-            check_value(inner[1], entry, f"{where}[{name!r}]")
+        return {name: check_value(inner[1], entry, f"{where}[{name!r}]") for name, entry in value.items()}
     elif origin in (list, tuple):
         require(isinstance(value, list | tuple), "must be a list", field=where, value=value)
         fixed = origin is tuple and inner[-1] is not Ellipsis
         require(not fixed or len(value) == len(inner), f"must have {len(inner)} entries", field=where, value=value)
-        for index, entry in enumerate(value):
-            check_value(inner[index] if fixed else inner[0], entry, f"{where}[{index}]")
+        hints = inner if fixed else inner[:1] * len(value)
+        numbered = enumerate(zip(hints, value, strict=True))
+        entries = [check_value(hint, entry, f"{where}[{index}]") for index, (hint, entry) in numbered]
+        return tuple(entries) if origin is tuple else entries
     elif hint is not Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         good = number if hint is float else isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         require(good, f"must be a {_NAMES.get(hint, hint.__name__)}", field=where, value=value)
         fits = not isinstance(value, int) or abs(value) <= MAX_INT
         require(fits, f"must be at most {MAX_INT}", field=where, value=value)
+    return value

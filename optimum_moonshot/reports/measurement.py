@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
-_version = functools.cache(version)  # of an installed package, whose metadata is a file to parse
+_version = functools.cache(version)  # because the metadata of a package is a file to parse
 
 
 class Measurement(NamedTuple):
@@ -18,12 +18,12 @@ class Measurement(NamedTuple):
 
 
 def metric_key(dataset: str, metric: str) -> str:
-    """The name of a measurement on a data set that has another measurement too; `data_name` is the inverse."""
+    """The name of one of several measurements on a data set; `data_name` is the inverse."""
     return f"{dataset} ({metric})"
 
 
 def data_name(key: str, metric: str) -> str:
-    """The data set of a measurement, or its task."""
+    """The data set, or the task, of a measurement."""
     return key.removesuffix(f" ({metric})")
 
 

@@ -11,14 +11,13 @@ from ..errors import require
 from ..objective.quadratic import RelativeLoss
 from ..rotate.report import RotationReport
 from ..shrink.report import ShrinkReport
-from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json, with_tuples
+from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json
 from .measurement import Measured
-from .tables import html_table, text_table
+from .tables import text_table
 
 REPORT_NAME = "moonshot_report.json"
 # In the JSON, for other programs.
 _DERIVED = ("sparsity", "chosen", "model_sparsity", "bits_per_weight", "model_bits_per_weight")
-_LEFT = ("notes",)  # left-aligned columns of the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +46,10 @@ class LayerReport:
     """One pruned matrix, or a mixture with fewer experts. Losses are relative, L(W)/L(0): 0 is the dense layer, 1 an
     empty one.
 
-    `masked` losses are those of the mask on the dense weights, before the update of the survivors; the others are those
-    of the solver's weights, which a recovery may have changed since. Fisher losses are None for λ = 1, which needs no
-    gradients; all losses are None without calibration data. Losses of one solver are comparable between layers and λ;
-    Wanda's are those of diagonals, which its scores use.
+    `masked` losses are of the mask on the dense weights, before the update of the survivors; other losses are of the
+    solver's weights, before any recovery. Fisher losses are None for λ = 1, which needs no gradients; all losses are
+    None without calibration data. Losses of one solver are comparable between layers and λ; Wanda's are computed from
+    diagonals, like its scores.
     """
 
     name: str
@@ -77,12 +76,10 @@ class LayerReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From the JSON of `dataclasses.asdict`."""
-        choice = values.get("experts")
-        experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
-        return cls(**{**with_tuples(values, "shape", "notes", "expert_targets"), "experts": experts})
+        return check_fields(cls, values)
 
     def _notes(self) -> str:
-        """For the table, with the experts that were removed, or the sparsities of experts that differ."""
+        """The notes in the table, with the removed experts, or the sparsities of experts if they differ."""
         notes = [self.experts.line()] if self.experts else []
         notes += [note for note in self.notes if note]
         if self.expert_targets is not None and self.target_sparsity is not None:
@@ -98,8 +95,8 @@ MODEL = "model"  # the name of the whole model among recovered blocks
 @dataclasses.dataclass(frozen=True)
 class BlockReport:
     """One recovered block. Losses are |output - dense output|² / |dense output|², the mean over the tokens of held-out
-    samples, with the preceding blocks recovered; of the distilled `MODEL` the divergence from the dense model's
-    predictions, in nats per token, or half such a distance from its embeddings.
+    samples, with the preceding blocks recovered. For the distilled `MODEL` they are the divergence from the dense
+    model's predictions, in nats per token, or half such a distance from its embeddings.
     """
 
     name: str
@@ -119,7 +116,7 @@ class BlockReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
         """From the JSON of `dataclasses.asdict`."""
-        return cls(**with_tuples(values, "notes"))
+        return check_fields(cls, values)
 
 
 class _Evaluation(TypedDict):
@@ -143,7 +140,7 @@ class _Settings(TypedDict):
 
 
 class _LaterSettings(_Settings, total=False):
-    """Those that reports of early releases lack."""
+    """Fields that reports of early releases lack."""
 
     solver_options: dict[str, Any]
     quant_group: int
@@ -174,7 +171,7 @@ class PruneReport:
 
     config: dict[str, Any]
     layers: list[LayerReport]
-    skipped: dict[str, str]  # left dense, with the reason
+    skipped: dict[str, str]  # dense layer → reason
     calibration: dict[str, Any] | None  # source, num_samples, sequence_length, digest, notes
     seconds: dict[str, Amount]  # calibration, solver, recovery (where there was one), total
     peak_memory: Count  # bytes
@@ -182,11 +179,11 @@ class PruneReport:
     parameters: Size  # of the whole dense model, shared ones once
     notes: list[str] = dataclasses.field(default_factory=list)
     evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
+    recovery: list[BlockReport] = dataclasses.field(default_factory=list)
     compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
-    rotation: RotationReport | None = None  # None without one
-    shrink: ShrinkReport | None = None  # the decision, of a model that was made smaller to a target
-    other_bytes: Count | None = None  # of the parameters that are not in pruned layers
+    rotation: RotationReport | None = None
+    shrink: ShrinkReport | None = None  # of a model that was made smaller to a target
+    other_bytes: Count | None = None  # of the parameters outside of pruned layers
 
     @property
     def quantized(self) -> bool:
@@ -301,16 +298,6 @@ class PruneReport:
         Args:
             width: characters per line, plus eight if the target sparsities differ and have a column.
         """
-        headers, rows = self._cells()
-        wide = width + (8 if "target" in headers else 0)
-        return "\n".join([text_table(headers, rows, wide, left=_LEFT), *self._summary()])
-
-    def _repr_html_(self) -> str:
-        """The table as HTML, with the first and the last layers of many."""
-        return html_table(*self._cells(), self._summary(), left=_LEFT)
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headers, and a row per layer."""
         allocated = len({layer.target_sparsity for layer in self.layers}) > 1
         sparsities = ("target", "sparsity") if allocated else ("sparsity",)
         headers = ["layer", "shape", "λ", *sparsities, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes"]
@@ -328,7 +315,8 @@ class PruneReport:
             ]
             for layer in self.layers
         ]
-        return headers, rows
+        table = text_table(headers, rows, width + (8 if allocated else 0), left=("notes",))
+        return "\n".join([table, *self._summary()])
 
     @property
     def compacted(self) -> str:
@@ -358,9 +346,9 @@ class PruneReport:
             lines.append(f"compacted: {self.compacted}")
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
-            shown = ".2%" if values["metric"] == "accuracy" else ".3f"
-            dense = "" if values["dense"] is None else f"dense {values['dense']:{shown}}, "
-            lines.append(f"{name}: {dense}pruned {values['pruned']:{shown}}")
+            digits = ".2%" if values["metric"] == "accuracy" else ".3f"
+            dense = "" if values["dense"] is None else f"dense {values['dense']:{digits}}, "
+            lines.append(f"{name}: {dense}pruned {values['pruned']:{digits}}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -375,19 +363,13 @@ class PruneReport:
             MoonshotError: a field that is missing, unknown, or of another type.
         """
         values = {name: value for name, value in values.items() if name not in _DERIVED}
-        check_fields(cls, values)
-        check_value(dict[str, _Evaluation], values.get("evaluations", {}), "evaluations")
-        check_value(_Calibration | None, values["calibration"], "calibration")
-        check_value(_Compaction | None, values.get("compaction"), "compaction")
-        check_fields(_LaterSettings, values["config"], "config")
-        require(len(values["layers"]) > 0, "layers: must not be empty")
-        values["layers"] = [LayerReport.from_dict(layer) for layer in values["layers"]]
-        values["recovery"] = [BlockReport.from_dict(block) for block in values.get("recovery", ())]
-        rotation = values.get("rotation")
-        values["rotation"] = None if rotation is None else RotationReport.from_dict(rotation)
-        shrink = values.get("shrink")
-        values["shrink"] = None if shrink is None else ShrinkReport.from_dict(shrink)
-        return cls(**values)
+        report: PruneReport = check_fields(cls, values)
+        check_value(dict[str, _Evaluation], report.evaluations, "evaluations")
+        check_value(_Calibration | None, report.calibration, "calibration")
+        check_value(_Compaction | None, report.compaction, "compaction")
+        check_fields(_LaterSettings, report.config, "config")
+        require(len(report.layers) > 0, "layers: must not be empty")
+        return report
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""
@@ -414,7 +396,7 @@ def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
 
 
 def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, Any]:
-    """λ and the losses of a `LayerReport`: of the mask on the dense weights, and of the solver's weights."""
+    """λ and the losses in a `LayerReport`, of the mask on the dense weights and of the solver's weights."""
     return {
         "lam": lam,
         "reconstruction": pruned.reconstruction,

@@ -24,7 +24,7 @@ NOT_PRUNED = f"config.json has no entry {KEY}: the model is not pruned"
 class PruningRecord:
     """How a model was pruned: enough to pack it, to train it, and to prune another in the same way.
 
-    Reading a record does not need the solver, which may be of a package that is not installed.
+    A record can be read without the solver, which may be in a package that is not installed.
 
     Raises:
         MoonshotError: a field of another type, or an invalid configuration; it names the field.
@@ -43,8 +43,8 @@ class PruningRecord:
     rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
     shrink: Mapping[str, Any] | None = None  # `ShrinkReport.summary`, if the model was made smaller to a target
     allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
-    # Layer → bits of its surviving weights, if they differ between layers; others are not quantized. None: the
-    # configuration's bits for all.
+    # Layer → bits of its surviving weights, if they differ between layers; layers without an entry are not quantized.
+    # None: all layers have the bits of the configuration.
     bits: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class PruningRecord:
         values["dense"] = list(self.dense)
         optional = ("compaction", "dense", "rotation", "shrink", "allocated")
         omitted = {name for name in optional if not values[name]}
-        # Empty beside bits of the configuration: no layer is on its grid.
+        # Empty bits are kept if the configuration has bits: then no layer is quantized.
         omitted |= set() if self.bits or (self.bits is not None and self.config.get("bits")) else {"bits"}
         values = {name: value for name, value in values.items() if name not in omitted}
         return {"version": self.VERSION, **values}

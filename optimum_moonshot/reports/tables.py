@@ -1,61 +1,33 @@
-"""Tables as text for terminals, and as HTML for notebooks."""
+"""Text tables for terminals."""
 
-import io
+import textwrap
 from collections.abc import Sequence
-from html import escape
-from typing import Any
-
-from rich.console import Console, JustifyMethod
-from rich.table import Table
-
-# Limit of rows and lines in HTML, half of them from either end.
-MOST_ROWS = 60
-
-Rows = Sequence[Sequence[str]]
+from itertools import zip_longest
 
 
-def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[str] = ()) -> str:
-    """Format a table in lines of `width` characters, without rules; the first column wraps.
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: Sequence[str] = ()) -> str:
+    """Format a table in lines of at most `width` characters, without rules.
 
-    That column and those with headers in `left` are left-aligned.
+    The widest columns become narrower until the table fits: their cells wrap at spaces, and longer words are broken in
+    the first column, truncated in others. The first column and those with headers in `left` are left-aligned.
     """
-    table = Table(title=None, box=None, pad_edge=False)
-    for number, header in enumerate(headers):
-        justify: JustifyMethod = "left" if number == 0 or header in left else "right"
-        table.add_column(header, justify=justify, overflow="fold" if number == 0 else "ellipsis")
-    for row in rows:
-        table.add_row(*row)
-    # Its defaults would print to a notebook, or add colours in a terminal.
-    text = io.StringIO()
-    plain: dict[str, Any] = {"color_system": None, "highlight": False, "markup": False, "emoji": False}
-    Console(file=text, width=width, force_terminal=False, force_jupyter=False, **plain).print(table)
-    return text.getvalue().rstrip()
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in (headers, *rows):
+        cells = [_wrap(cell, most, number == 0) for number, (cell, most) in enumerate(zip(row, widths, strict=True))]
+        for line in zip_longest(*cells, fillvalue=""):
+            aligned = [
+                cell.ljust(size) if number == 0 or headers[number] in left else cell.rjust(size)
+                for number, (cell, size) in enumerate(zip(line, widths, strict=True))
+            ]
+            lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
 
 
-def html_table(headers: Sequence[str], rows: Rows, lines: Sequence[str] = (), left: Sequence[str] = ()) -> str:
-    """Format a table with paragraphs of text below it; the middle of long ones is omitted.
-
-    The first column and those with headers in `left` are left-aligned.
-    """
-    shift = [number for number, header in enumerate(headers) if number == 0 or header in left]
-    parts = ['<div><table style="text-align:right">', "<thead>", _row(headers, shift, "th"), "</thead>", "<tbody>"]
-    for row in _ends(rows):
-        if isinstance(row, int):
-            parts.append(f'<tr><td colspan="{len(headers)}" style="text-align:left">… {row} more …</td></tr>')
-        else:
-            parts.append(_row(row, shift, "td"))
-    parts.append("</tbody></table>")
-    parts += [f"<div>{f'… {line} more …' if isinstance(line, int) else escape(line)}</div>" for line in _ends(lines)]
-    return "\n".join([*parts, "</div>"])
-
-
-def _row(cells: Sequence[str], shift: Sequence[int], tag: str) -> str:
-    styles = [' style="text-align:left"' if number in shift else "" for number in range(len(cells))]
-    parts = (f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
-    return f"<tr>{''.join(parts)}</tr>"
-
-
-def _ends(items: Sequence[Any]) -> list[Any]:
-    """A short sequence; of a long one both ends, with the number of omitted items between them."""
-    half, omitted = MOST_ROWS // 2, len(items) - MOST_ROWS
-    return list(items) if omitted <= 1 else [*items[:half], omitted, *items[-half:]]
+def _wrap(cell: str, width: int, break_words: bool) -> list[str]:
+    if len(cell) <= width and cell.isprintable():
+        return [cell]
+    lines = textwrap.wrap(cell, max(1, width), break_long_words=break_words, break_on_hyphens=False)
+    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]

@@ -1,8 +1,8 @@
-"""Writes another basis into a model's weights, and restores the dense weights.
+"""Writes another basis into a model's weights, restores the dense weights, and checks that the function is the same.
 
-Norms' gains are folded into the matrices that follow them, then every axis with coordinates of a space is multiplied by
-the rotation of that space. Both start from the dense weights, in float64 (float32 for 16-bit weights and on MPS), and
-round once.
+The gains of norms are folded into the matrices that follow, then every axis with coordinates of a space is multiplied
+by the rotation of that space. Both start from the dense weights, in float64 (float32 for 16-bit weights and on MPS),
+and round once.
 
 The dense weights of resident blocks are copied to host memory. Offloaded blocks keep theirs at their source, and the
 changes are stored separately (model/offload.py), block by block.
@@ -16,20 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ..errors import require
-from ..model.layers import Block, by_module
+from ..data.batches import Batch
+from ..errors import MoonshotError, Option, Text, require
+from ..model.calls import frozen, model_device, run_model, to_device
+from ..model.layers import Block, by_module, onloaded_in_turn, visited
 from ..model.offload import RESIDENT, Changes, Offloaded, Weights, mark_written
 from .report import RotationReport
 from .spaces import Place, Space
-from .trace import Axis, parameter_slots
+from .trace import Axis, parameter_slots, tolerance_of
 
 
 @dataclass(eq=False)
 class _Change:
-    at: Axis  # a parameter of a module
+    """The change of one parameter in one module."""
+
+    at: Axis
     gains: list[tuple[int, Tensor]] = field(default_factory=list)  # axis, γ
-    shrink: Tensor | None = None  # γ that a norm's shift is divided by
+    shrink: Tensor | None = None  # γ by which a norm's shift is divided
     value: float | None = None  # replaces a folded gain
     places: list[tuple[Space, Place]] = field(default_factory=list)
 
@@ -39,7 +44,7 @@ class _Change:
             [(space, place.at.axis, None if place.index is None else place.index.tolist()) for space, place in places]
             for places in (self.places, other.places)
         )
-        return self is other or (here == there and not self.gains and not other.gains)
+        return self is other or (here == there and not (self.gains or other.gains))
 
 
 class Basis:
@@ -74,8 +79,8 @@ class Basis:
     def keep(self) -> None:
         """Untie parameters that need two bases, and copy the parameters that will change to host memory.
 
-        The configuration then ties none of the parameters that it tied before, such as the bias of a head to that of a
-        layer in it: in a loaded model all of them would be separate, so they are here.
+        Then no parameters are tied by the configuration any more, also not others, such as the bias of a head to that
+        of a layer in it: after saving and loading, all of them would be separate.
         """
         tied = _tied_names(self.model)
         for at in self._to_untie():
@@ -109,11 +114,11 @@ class Basis:
         weights, by_block = by_module(self.blocks), dict[Weights, list[_Change]]()
         for change in self.changes:
             by_block.setdefault(weights.get(change.at.holder, RESIDENT), []).append(change)
-        return sorted(by_block.items(), key=lambda each: each[0] is RESIDENT)
+        return sorted(by_block.items(), key=lambda item: item[0] is RESIDENT)
 
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
-        """Write the weights in a basis: see `_transformed` for the changes; {} folds the norms' gains alone."""
+        """Write the weights in the basis of some rotations, as for `_transform`; {} only folds the gains of norms."""
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
                 block.restore(self.offloaded[block])
@@ -122,7 +127,7 @@ class Basis:
                 for change in by_parameter.values():  # once, if several modules share it
                     parameter = change.at.parameter
                     dense = self.dense.get(id(parameter), parameter).to(parameter.device)
-                    parameter.copy_(_changed(change, dense, rotations))
+                    parameter.copy_(_apply(change, dense, rotations))
                     mark_written(change.at.holder, change.at.name)
 
     @torch.no_grad()
@@ -153,12 +158,12 @@ class ModelRotation:
     """The learned rotations of a model, which can be written into its weights and undone."""
 
     report: RotationReport
-    basis: Basis  # stores the dense weights while they are rotated
+    basis: Basis  # has the dense weights while the model is rotated
     rotations: Mapping[Space, Tensor]  # [count, width, width] each; empty if no basis improves the objective
     written: bool
 
     def write(self) -> None:
-        """Write the new basis into the weights, unless it is written; on failure, restore the model."""
+        """Write the new basis into the weights, unless it is there; on failure, restore the model."""
         if self.written or not self.rotations:
             return
         try:
@@ -205,7 +210,7 @@ def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:
                 change(at).gains.append((at.axis, gain))
         for place in space.places:
             change(place.at).places.append((space, place))
-    changed = {id(each.at.parameter) for each in changes.values()}
+    changed = {id(change.at.parameter) for change in changes.values()}
     for module, name, parameter in parameter_slots(model):
         if id(parameter) in changed:
             change(Axis(module, name, 0))
@@ -224,9 +229,8 @@ def _tying(model: nn.Module) -> list[Any]:
     """The configurations that tie the head to the embeddings."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return [
-        each for each in {id(config): config, id(text): text}.values() if getattr(each, "tie_word_embeddings", False)
-    ]
+    both = {id(config): config, id(text): text}.values()
+    return [one for one in both if getattr(one, "tie_word_embeddings", False)]
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -235,7 +239,7 @@ def _tied_names(model: nn.Module) -> set[str]:
     return set() if expanded is None else set(expanded(all_submodels=True))
 
 
-def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
+def _apply(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
     """A parameter in another basis, in the dtype of the computation."""
     if change.value is not None:
         return torch.full_like(dense, change.value)
@@ -244,25 +248,23 @@ def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) 
     if change.shrink is not None:
         value = torch.where(value == 0, 0, value / change.shrink.to(value))
     for axis, gain in change.gains:
-        value = _multiplied(value, axis, gain.to(value))
+        value = _multiply(value, axis, gain.to(value))
     for space, place in change.places:
         if space in rotations:
             rotation = 1 / rotations[space] if space.scaled and not place.writes else rotations[space]
-            value = _transformed(value, place.at.axis, place.index, rotation)
+            value = _transform(value, place.at.axis, place.index, rotation)
     return value
 
 
-def _multiplied(value: Tensor, axis: int, factors: Tensor) -> Tensor:
-    shape = [1] * value.ndim
-    shape[axis] = -1
-    return value * factors.view(shape)
+def _multiply(value: Tensor, axis: int, factors: Tensor) -> Tensor:
+    return value * factors.view([-1 if dim == axis else 1 for dim in range(value.ndim)])
 
 
-def _transformed(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
-    """A weight with the coordinates of one axis, at `Place.index`, rotated, permuted or scaled.
+def _transform(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
+    """Rotate, permute or scale the coordinates of a weight that are at `Place.index` on one axis.
 
-    By orthogonal matrices [count, width, width], permutations int64 [count, width] (the source of each position), or
-    factors [count, width].
+    `change` has orthogonal matrices [count, width, width], permutations int64 [count, width] (the source of each
+    position), or factors [count, width].
     """
     if change.ndim == 3:
         return rotate_axis(value, axis, index, change.to(value))
@@ -273,7 +275,7 @@ def _transformed(value: Tensor, axis: int, index: Tensor | None, change: Tensor)
         if index is not None:
             whole = change.new_ones(value.shape[axis])
             whole[index.flatten()] = change[:, None].expand_as(index).flatten()
-        return _multiplied(value, axis, whole)
+        return _multiply(value, axis, whole)
     change = change.to(value.device)
     if index is None:
         return value.index_select(axis, change[0])
@@ -292,8 +294,61 @@ def rotate_axis(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor
     if index is None:
         return (last @ rotation[0]).movedim(-1, axis)
     index = index.to(value.device)
-    parts = torch.einsum("...cri,cij->...crj", last[..., index], rotation).flatten(-3)
+    rotated = torch.einsum("...cri,cij->...crj", last[..., index], rotation).flatten(-3)
     flat = index.flatten()
     if flat.numel() == last.shape[-1]:
-        return parts[..., flat.argsort()].movedim(-1, axis)
-    return last.index_copy(-1, flat, parts).movedim(-1, axis)
+        return rotated[..., flat.argsort()].movedim(-1, axis)
+    return last.index_copy(-1, flat, rotated).movedim(-1, axis)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """The floating-point outputs of a model, in any mode, for a batch; in host memory."""
+    with frozen(model), onloaded_in_turn(visited(model)):
+        result = run_model(model, to_device(batch, model_device(model)))
+    return [leaf.cpu() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step: str) -> None:
+    """Raise `MoonshotError` if a step has changed the model's outputs by more than rounding explains."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    for after, before in zip(outputs(model, batch), expected, strict=True):
+        error = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
+        inexact = {before.dtype, *dtypes} - {torch.float64} or {torch.float64}
+        limit = tolerance_of(min(inexact, key=lambda dtype: dtype.itemsize))
+        if not error <= limit:  # also for NaN
+            name, hint = type(model).__name__, Text("leave it out, or try {}", Option("rotation", "heads"))
+            message = f"{step} changes the outputs of {name} by {error:.2g} of their norm, where rounding explains"
+            raise MoonshotError(f"{message} {limit:g}", field="rotation", hint=hint)
+
+
+def check_invariance(model: nn.Module, basis: Basis, batch: Batch, expected: Sequence[Tensor]) -> None:
+    """Check that folding the norms, and a random change of basis, preserve the outputs `expected` of the dense model.
+
+    The random basis is a permutation, with signs where possible: products with it are exact in any dtype. Afterwards
+    the weights are in the folded basis.
+    """
+    basis.write({})
+    check_same(model, batch, expected, "folding the norms into the matrices that follow them")
+    generator = torch.Generator().manual_seed(0)
+    basis.write({space: _permutation(space, generator) for space in basis.spaces})
+    check_same(model, batch, expected, f"a change of basis ({', '.join(space.name for space in basis.spaces[:3])})")
+    basis.write({})
+
+
+def _permutation(space: Space, generator: torch.Generator) -> Tensor:
+    """A random change of a space's basis, as for `_transform`.
+
+    Spaces to rotate get signed permutations (without signs if R must fix the vector of ones), spaces to scale powers
+    of 2.
+    """
+    if space.permuted:
+        return torch.stack([torch.randperm(space.width, generator=generator) for _ in range(space.count)])
+    if space.scaled:
+        return 2.0 ** torch.randint(-2, 3, (space.count, space.width), generator=generator)
+    matrices = torch.zeros(space.count, space.width, space.width)
+    for matrix in matrices:
+        order = torch.randperm(space.width, generator=generator)
+        signs = torch.randn(space.width, generator=generator).sign()
+        matrix[torch.arange(space.width), order] = 1.0 if space.fixes_ones else signs
+    return matrices

@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot rotate`: change the basis of a model so that pruning loses less, without pruning it."""
+"""`optimum-cli moonshot rotate`: change the basis of a model so that a later pruning loses less."""
 
 import argparse
 import time
@@ -18,7 +18,7 @@ from ..commands.launch import is_first
 from ..commands.method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from ..commands.output import RESUMED_HELP, open_output
 
-# Options without an effect on a model that is not pruned.
+# Options that have no effect without pruning.
 WITHOUT = (
     "group_size",
     "bits",

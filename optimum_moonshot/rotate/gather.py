@@ -1,11 +1,8 @@
 """The objective of a rotation: inverse Gram matrices of a model whose norms' gains are folded, from one pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,14 +16,12 @@ from ..objective.patterns import Pattern, Unstructured
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
+from ..pipeline.stages import Stage
+from .group_spaces import find
 from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, sampled, set_totals, widest
 from .permutation_search import competing
 from .scaling import OutputMoments
-from .search import find
-
-if TYPE_CHECKING:
-    from ..pipeline.stages import Stage
-    from .spaces import Space
+from .spaces import Space
 
 # In messages: the phase of the run, and its cached tensors.
 WHERE, INVERSE = "the rotation", "inverse for the rotation"
@@ -34,31 +29,22 @@ PatternsOf = Callable[[PrunableLayer], Sequence[Pattern]]
 
 
 def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Space], dict[str, str]]:
-    """The spaces of a model that may be rotated, and a reason for each that may not."""
+    """The spaces of a model that may be rotated, permuted or scaled, and the reasons why others are excluded."""
     selection = prepared.selection
-    permuted = [layer.name for layer in selection.layers if competing(patterns(layer))]
+    by_layer = {layer.name: patterns(layer) for layer in selection.layers}
+    permuted = [name for name, of_layer in by_layer.items() if competing(of_layer)]
+    # Rows that the solver compares with each other are scaled by their gradients, if it uses them.
+    weighted = selection.rotates_by_gradients and not selection.solver.objective.diagonal_only
+    compared = [name for name, of_layer in by_layer.items() if any(isinstance(one, Unstructured) for one in of_layer)]
     heads = selection.config.rotation == "heads"
-    return find(prepared.model, prepared.probe, heads, permuted, _compared(prepared, patterns))
-
-
-def _compared(prepared: Prepared, patterns: PatternsOf) -> list[str]:
-    """The layers with rows that are compared with each other, if their gradients are known."""
-    selection = prepared.selection
-    if not selection.rotates_by_gradients or selection.solver.objective.diagonal_only:
-        return []
-    pairs = ((layer, pattern) for layer in selection.layers for pattern in patterns(layer))
-    return list(dict.fromkeys(layer.name for layer, pattern in pairs if isinstance(pattern, Unstructured)))
-
-
-def is_rotated(space: Space) -> bool:
-    """Whether a space is rotated, rather than permuted or scaled."""
-    return not space.permuted and not space.scaled
+    return find(prepared.model, prepared.probe, heads, permuted, compared if weighted else [])
 
 
 def offload_inverses(prepared: Prepared, objective: Objective) -> int:
-    """Move the cached matrices of the objective away from the device; returns their bytes there."""
+    """Move the cached matrices of the objective away from the device; returns the bytes that this has freed there."""
     storage, before = prepared.storage, prepared.storage.cached
-    objective.move(lambda tensor: storage.away(tensor, INVERSE))
+    for group in objective.groups:
+        group.inverse = storage.away(group.inverse, INVERSE)
     return before - storage.cached
 
 
@@ -80,7 +66,7 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
         if not fisher or selection.needs_gradients:
             raise
         hints = (error.hint, Text("{} needs no gradients", Option("rotation_weights", "equal")))
-        texts = [each if isinstance(each, Text) else Text(each) for each in hints if each]
+        texts = [hint if isinstance(hint, Text) else Text(hint) for hint in hints if hint]
         error.hint = Text("; ".join("{}" for _ in texts), *texts)
         raise error.within(Option("rotation_weights", "fisher")) from None
     objective = gathering.objective()
@@ -97,7 +83,7 @@ class _Gathering:
 
     def __init__(self, prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf):
         self.prepared, self.patterns = prepared, patterns
-        self.spaces = [space for space in spaces if is_rotated(space)]
+        self.spaces = [space for space in spaces if space.rotated]
         self.output_moments = OutputMoments.of(spaces)
         self.fisher: dict[str, float] = {}
         self.moments: dict[str, Tensor] = {}
@@ -112,7 +98,7 @@ class _Gathering:
         return True
 
     def skip(self, layer: PrunableLayer) -> None:
-        """The run reports layers without data."""
+        """Do nothing: the pruning that follows reports layers without data."""
 
     def visit(self, stage: Stage) -> None:
         """Collect the statistics of a stage's layers by one pass."""
@@ -123,11 +109,9 @@ class _Gathering:
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
         plans = {name: GradientPlan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
-        backoff = self.prepared.backoff
-        here = self.prepared.samples_here
-        with backoff.passing(
-            Observer(layers, False, wanted, samples, storage, plans, extra=extra, here=here)
-        ) as observer:
+        backoff, here = self.prepared.backoff, self.prepared.samples_here
+        watched = Observer(layers, False, wanted, samples, storage, plans, extra=extra, here=here)
+        with backoff.passing(watched) as observer:
             stage.observe(observer, advance=True)
         with backoff.together():
             self._take(observer, layers)
@@ -150,7 +134,7 @@ class _Gathering:
             self.groups.setdefault(None if block is None else block.name, []).append(group)
 
     def _matrix(self, layer: PrunableLayer, free: bool) -> Matrix:
-        """A layer, with a sample of the rows, or of the columns, that no rotation mixes."""
+        """A layer, with a sample of its rows, or else of its columns, if no rotation mixes them."""
         config, patterns = self.prepared.selection.config, tuple(self.patterns(layer))
         _, gives = coordinates(layer, self.spaces)
         generator = torch.Generator().manual_seed(config.seed)
@@ -163,9 +147,6 @@ class _Gathering:
 
     def objective(self) -> Objective:
         """All groups, in the order of the model."""
-        blocks: list[tuple[Block | None, list[Group]]] = [
-            (block, self.groups[block.name])
-            for block in self.prepared.selection.structure.blocks
-            if block.name in self.groups
-        ]
-        return Objective(blocks + ([(None, self.groups[None])] if None in self.groups else []), self.moments)
+        blocks: list[Block | None] = [*self.prepared.selection.structure.blocks, None]
+        named = [(block, None if block is None else block.name) for block in blocks]
+        return Objective([(block, self.groups[name]) for block, name in named if name in self.groups], self.moments)

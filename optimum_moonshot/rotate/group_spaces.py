@@ -1,4 +1,4 @@
-"""The spaces of structured groups: the values of key-value heads, and neurons.
+"""The spaces of a model that may be rotated, permuted or scaled; here those of structured groups, heads and neurons.
 
 Attention mixes the tokens of a head's values but not their channels. The derivative of o's inputs with respect to the
 outputs of v is therefore a token mixing times an identity: a factor on one column is a factor on one row, the same at
@@ -9,25 +9,61 @@ activation for all neurons. A channel permutation of the neurons therefore prese
 weights an n:m pattern compares. Neurons are not permuted if another parameter, such as a gain, acts on each of them.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..model.structured_groups import StructuredGroups
-from .spaces import Place, Space, occupied_axes
-from .trace import Axis, Node, Trace, random_like, tolerance_of, vjp
+from ..data.batches import Batch
+from ..errors import MoonshotError
+from ..model.layers import find_blocks
+from ..model.structured_groups import StructuredGroups, find_structured_groups
+from .spaces import RESIDUAL, Place, Space, find_spaces, occupied_axes
+from .trace import Axis, Node, Trace, parameter_slots, plain_experts, random_like, tolerance_of, vjp
 
 # The columns of a head have factors from 1 to this: a range in which 16 bits distinguish 512 of them.
 LARGEST_FACTOR = 2.0**8
 Groups = Mapping[str, StructuredGroups]  # layer → the structured groups of its columns
 
 
-def find_heads(trace: Trace, groups: Groups, spaces: Collection[Space]) -> list[Space]:
+def find(
+    model: nn.Module, batch: Batch, heads_only: bool, ordered: Collection[str] = (), scaled: Collection[str] = ()
+) -> tuple[list[Space], dict[str, str]]:
+    """The spaces of a model that may be rotated, permuted or scaled, and the reasons why others are excluded.
+
+    The values of the batch, a small sample, do not matter. `heads_only` excludes the residual stream, and with it
+    untied embeddings. Neurons are permuted in the layers `ordered`, inputs are scaled in the layers `scaled`.
+    """
+    trace = Trace(model, batch)
+    spaces, refused = find_spaces(trace, [name for name, _ in find_blocks(model)])
+    with plain_experts(model):
+        groups, _ = find_structured_groups(model, batch)
+    counts = Counter(id(parameter) for _, _, parameter in parameter_slots(model))
+
+    def without_shared(candidates: list[Space]) -> list[Space]:
+        """The spaces without parameters that several modules share."""
+        return [space for space in candidates if all(counts[id(at.parameter)] <= 1 for at in space.axes)]
+
+    spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or without_shared([space])]
+    spaces += _find_heads(trace, groups, spaces)
+    spaces += without_shared(_find_neurons(trace, groups, ordered, spaces))
+    spaces += without_shared(_find_scales(trace, groups, scaled, spaces))
+    if heads_only:
+        spaces = [space for space in spaces if not space.name.startswith(RESIDUAL)]
+        refused = {}
+    if not spaces:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        message = f"nothing in {type(model).__name__} can be rotated ({reasons or 'no heads'})"
+        raise MoonshotError(message, field="rotation")
+    return spaces, refused
+
+
+def _find_heads(trace: Trace, groups: Groups, spaces: Collection[Space]) -> list[Space]:
     """A space for every layer whose columns are heads, with a rotation for each key-value head.
 
-    A single head is among the `spaces` of whole axes, and is skipped.
+    A single head is skipped: it is among the `spaces` of whole axes.
     """
     heads: list[Space] = []
     sizes: dict[int, int] = {}  # columns of a group → the head size, the first guess for other layers
@@ -40,8 +76,8 @@ def find_heads(trace: Trace, groups: Groups, spaces: Collection[Space]) -> list[
     return heads
 
 
-def find_neurons(trace: Trace, groups: Groups, layers: Collection[str], spaces: Collection[Space]) -> list[Space]:
-    """A space to permute for every one of the layers whose columns are neurons, and not coordinates of `spaces`."""
+def _find_neurons(trace: Trace, groups: Groups, layers: Collection[str], spaces: Collection[Space]) -> list[Space]:
+    """A space to permute for each of the layers whose columns are neurons, unless they are coordinates of `spaces`."""
     neurons = []
     for node, group in _free_readers(trace, groups, layers, occupied_axes(spaces)):
         makers = _makers(trace, node, group)
@@ -52,8 +88,8 @@ def find_neurons(trace: Trace, groups: Groups, layers: Collection[str], spaces: 
     return neurons
 
 
-def find_scales(trace: Trace, groups: Groups, layers: Collection[str], spaces: Collection[Space]) -> list[Space]:
-    """The spaces to scale: those of heads, and of neurons that are homogeneous in a row, of some layers.
+def _find_scales(trace: Trace, groups: Groups, layers: Collection[str], spaces: Collection[Space]) -> list[Space]:
+    """The spaces to scale in some layers: heads, and neurons that are homogeneous in a row.
 
     A gated MLP's columns are linear in the rows of up, and ReLU is positively homogeneous. `spaces` include the heads,
     and the neurons that may be permuted.
@@ -75,17 +111,17 @@ def find_scales(trace: Trace, groups: Groups, layers: Collection[str], spaces: C
 
 
 def _free_readers(
-    trace: Trace, groups: Groups, layers: Collection[str], taken: set[Axis]
+    trace: Trace, groups: Groups, layers: Collection[str], occupied: set[Axis]
 ) -> Iterator[tuple[Node, StructuredGroups]]:
-    """The nodes of some layers, with their structured groups, whose columns are not taken by other spaces."""
+    """The nodes of some layers whose columns are not in other spaces, with their structured groups."""
     for name, group in groups.items():
         node = trace.by_name.get(name)
-        if node is not None and name in layers and taken.isdisjoint(node.reads):
+        if node is not None and name in layers and occupied.isdisjoint(node.reads):
             yield node, group
 
 
 def _head_space(trace: Trace, node: Node, group: StructuredGroups, likely: int | None) -> Space | None:
-    """The space of one layer's heads; None if its columns are not heads, or not each of one row."""
+    """The space of a layer's heads; None if its columns are not heads, or a column does not depend on one row."""
     makers = [trace.by_name[name] for name in group.rows if name in trace.by_name]
     makers = [maker for maker in makers if len(maker.leaves) == 1]
     (inputs,) = node.inputs
@@ -111,7 +147,7 @@ def _positions(leaf: Tensor, plain: Tensor | None, scaled: Tensor | None, factor
     """The column of a head that each row computes alone, int64 [rows]; -1 for none."""
     if plain is None or scaled is None:
         return torch.full((leaf.shape[-1],), -1)
-    before, after = (each.flatten(0, -2).double().cpu() for each in (plain, scaled))
+    before, after = (gradient.flatten(0, -2).double().cpu() for gradient in (plain, scaled))
     size = before.square().sum(0)
     ratio = (before * after).sum(0) / size.clamp_min(1e-300)
     error = (after - before * ratio).norm(dim=0)
@@ -153,17 +189,17 @@ def _space(node: Node, makers: list[Node], group: StructuredGroups, size: int, r
 
 
 def _mixes_tokens(inputs: Tensor, leaf: Tensor, rows: Tensor) -> bool:
-    """Whether heads depend on their rows [heads, size] of a leaf by mixing tokens, alike for all channels of a head.
+    """Whether heads depend on their rows [heads, size] of a leaf only by mixing tokens, all channels in the same way.
 
-    A gate acts on separate channels; of two heads that are taken for one, each mixes in its own way. The derivative of
-    a head commutes with a signed permutation of its channels, as in a `Trace`.
+    This excludes gates, which act on separate channels, and two heads taken for one. As in a `Trace`, the derivative of
+    a head then commutes with a signed permutation of its channels.
     """
     generator = torch.Generator().manual_seed(5)
     order = torch.randperm(rows.shape[1], generator=generator)
     signs = torch.randn(rows.shape[1], generator=generator).sign().to(inputs.device, inputs.dtype)
     cotangent = random_like(inputs, generator)
     permuted = (cotangent.unflatten(-1, (-1, rows.shape[1]))[..., order.to(inputs.device)] * signs).flatten(-2)
-    before, after = (vjp(inputs, each, [leaf])[0] for each in (cotangent, permuted))
+    before, after = (vjp(inputs, vector, [leaf])[0] for vector in (cotangent, permuted))
     if before is None or after is None:
         return False
     expected = before[..., rows[:, order].to(leaf.device)] * signs

@@ -28,10 +28,10 @@ _PERMUTATION, _FACTORS = "permutation ", "factors "
 
 @dataclass
 class Learned:
-    """The state of learning and its result, sufficient to resume.
+    """The result of learning, and the state that is needed to resume it.
 
-    `tensors` contains, for each width of spaces, the current and the best A, and Adam's two moments. Permutations and
-    factors are added afterwards, see permutation_search.py and scaling.py.
+    `tensors` contains, for each width of spaces, the current and the best A, and Adam's two moments. Permutations
+    (permutation_search.py) and factors (scaling.py) are added afterwards.
     """
 
     tensors: dict[str, Tensor]
@@ -59,10 +59,10 @@ class Learned:
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The arguments of `load`: tensors in host memory, and JSON types."""
-        parts = {"": self.tensors, _PERMUTATION: self.permutations, _FACTORS: self.factors}
+        by_prefix = {"": self.tensors, _PERMUTATION: self.permutations, _FACTORS: self.factors}
         tensors = {
             prefix + name: tensor.detach().cpu().contiguous()
-            for prefix, by_name in parts.items()
+            for prefix, by_name in by_prefix.items()
             for name, tensor in by_name.items()
         }
         names = ("history", "seconds", "done", "permutation_gains", "finished")
@@ -71,11 +71,11 @@ class Learned:
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> "Learned":
         """The inverse of `saved`."""
-        parts: dict[str, dict[str, Tensor]] = {_PERMUTATION: {}, _FACTORS: {}, "": {}}
+        by_prefix: dict[str, dict[str, Tensor]] = {_PERMUTATION: {}, _FACTORS: {}, "": {}}
         for name, tensor in tensors.items():
-            prefix = next(prefix for prefix in parts if name.startswith(prefix))
-            parts[prefix][name.removeprefix(prefix)] = tensor
-        return cls(parts[""], permutations=parts[_PERMUTATION], factors=parts[_FACTORS], **values)
+            prefix = next(prefix for prefix in by_prefix if name.startswith(prefix))
+            by_prefix[prefix][name.removeprefix(prefix)] = tensor
+        return cls(by_prefix[""], permutations=by_prefix[_PERMUTATION], factors=by_prefix[_FACTORS], **values)
 
 
 def learn(
@@ -88,11 +88,11 @@ def learn(
     step_done: Callable[[Learned], None] = lambda state: None,
     attempt: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> Learned:
-    """Minimise the objective, of a model whose norms' gains are folded, over rotations that start at the identity.
+    """Minimise the objective of a model whose norms' gains are folded, starting from no rotation.
 
-    Learning ends after `steps`, or if the objective no longer decreases. The `rate`, Adam's learning rate of A in
-    radians, follows a cosine. Spaces to permute or scale are skipped; those outside the objective keep their basis.
-    A `state` of an earlier call with the same arguments resumes it; `step_done` sees the state after every step.
+    Learning ends after `steps`, or when the objective no longer decreases. `rate`, Adam's learning rate of A in
+    radians, follows a cosine. Spaces to permute or scale are skipped; spaces outside the objective keep their basis.
+    The `state` of an earlier call with the same arguments resumes it; `step_done` receives the state after every step.
     `attempt` calls a step, and may repeat it: a step that fails does not change the state.
     """
     families = _families(spaces)
@@ -122,9 +122,10 @@ def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
 
 
 def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
-    """The objective at A, then one step of Adam on A, unless this is the last evaluation.
+    """Evaluate the objective at A, then take one step of Adam on A, unless this is the last evaluation.
 
-    The state changes only at the end, after all that may run out of memory, for a failed step to be repeated.
+    The state changes only at the end, after everything that may run out of memory, so that a failed step can be
+    repeated.
     """
     number = len(state.history)
     parameters = {name: state.tensors[f"{name}.at"].requires_grad_(number < steps) for name in families}
@@ -132,8 +133,8 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
     leaves: dict[Space, Tensor] = {}
     for name, family in families.items():
         whole[name] = _orthogonal(parameters[name], family)
-        parts = whole[name].detach().split([space.count for space in family])
-        leaves |= {space: part.requires_grad_(number < steps) for space, part in zip(family, parts, strict=True)}
+        by_space = whole[name].detach().split([space.count for space in family])
+        leaves |= {space: leaf.requires_grad_(number < steps) for space, leaf in zip(family, by_space, strict=True)}
     history = [*state.history, objective.value(leaves)]
     changed: dict[str, Tensor] = {}
     if history[-1] < min(state.history, default=math.inf):
@@ -143,9 +144,9 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
     if not done:
         now = rate * (1 + math.cos(math.pi * number / steps)) / 2
         for name, family in families.items():
-            grads = [(leaf, leaf.grad) for leaf in (leaves[space] for space in family)]
-            parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in grads]
-            (gradient,) = torch.autograd.grad(whole.pop(name), parameters[name], torch.cat(parts))
+            of_family = [leaves[space] for space in family]
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in of_family]
+            (gradient,) = torch.autograd.grad(whole.pop(name), parameters[name], torch.cat(gradients))
             changed |= _adam(state.tensors, name, gradient, now, number + 1)
     state.tensors |= changed
     state.history, state.done = history, done
@@ -162,9 +163,9 @@ def _adam(tensors: Mapping[str, Tensor], name: str, gradient: Tensor, rate: floa
 
 
 def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
-    """The spaces by width, because the rotations of one width are one batch."""
+    """The spaces to rotate by width: the rotations of one width are one batch."""
     families: dict[str, list[Space]] = {}
-    for space in (space for space in spaces if not space.permuted and not space.scaled):
+    for space in (space for space in spaces if space.rotated):
         families.setdefault(f"{space.width}{'-ones' if space.fixes_ones else ''}", []).append(space)
     return families
 
@@ -173,8 +174,8 @@ def _start(families: Mapping[str, list[Space]]) -> dict[str, Tensor]:
     tensors = {}
     for name, family in families.items():
         size = family[0].width - family[0].fixes_ones
-        for part in ("at", "best", "first", "second"):
-            tensors[f"{name}.{part}"] = torch.zeros(sum(space.count for space in family), size, size)
+        for kind in ("at", "best", "first", "second"):
+            tensors[f"{name}.{kind}"] = torch.zeros(sum(space.count for space in family), size, size)
     return tensors
 
 

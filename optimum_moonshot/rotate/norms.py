@@ -1,8 +1,8 @@
-"""Identifies norms by calling them: their gain, their shift, and the rotations they commute with.
+"""Identifies norms by calling them: their gain, their shift, and the rotations that commute with them.
 
-A norm maps x to ``γ ⊙ n(x) + β``. An RMS norm's n commutes with every orthogonal matrix; a layer norm's, which
-subtracts the mean, with those that fix the vector of ones. Which parameter defines γ, and whether it is γ or γ - 1, is
-tested on a copy, not derived from names.
+A norm maps x to ``γ ⊙ n(x) + β``. The n of an RMS norm commutes with every orthogonal matrix, that of a layer norm,
+which subtracts the mean, only with orthogonal matrices that fix the vector of ones. Tests on a copy, not names, show
+which parameter defines γ, and whether it is γ or γ - 1.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..model.offload import bare_copy
 
-# Relative tolerance between two results of a norm: some compute in float32 for any input dtype.
+# Relative tolerance between two results of a norm: some compute in float32 whatever the dtype of the input.
 TOLERANCE = 1e-4
 
 
@@ -46,7 +46,7 @@ def may_be_norm(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
 
 @torch.no_grad()
 def find_norm(module: nn.Module, width: int) -> Norm | None:
-    """The norm that a module computes; None if it is another function. Its parameters are vectors [width]."""
+    """The norm that a module with parameters [width] computes; None if it is another function."""
     try:
         return _find(module, width)
     except (TypeError, ValueError, RuntimeError, IndexError):
@@ -125,5 +125,5 @@ def _close(actual: Tensor, expected: Tensor, size: float) -> bool:
 
 
 def _whole(value: float) -> float:
-    """A factor without the rounding error of its measurement, such as 0 or 1 in the module's code."""
+    """A factor, rounded if it is a whole number up to the error of its measurement."""
     return float(round(value)) if abs(value - round(value)) < TOLERANCE else value

@@ -10,7 +10,7 @@ over the matrices.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -81,13 +81,8 @@ class Objective:
         spaces: dict[Space, None] = {}
         for group in self.groups:
             spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
-            spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
+            spaces |= dict.fromkeys(coordinates.space for matrix in group.matrices for coordinates in matrix.writes)
         return list(spaces)
-
-    def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Move the cached inverses, such as to host memory."""
-        for group in self.groups:
-            group.inverse = move(group.inverse)
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
         """The objective; its gradient is accumulated in the rotations that require one.
@@ -102,7 +97,7 @@ class Objective:
 
 
 def _group_value(group: Group, rotations: Mapping[Space, Tensor]) -> float:
-    """The objective of one group, with a backward pass per matrix, so that only one matrix's graph is in memory."""
+    """The objective of one group; one backward pass per matrix, so that the graph of one matrix is in memory."""
     device = group.matrices[0].layer.parameter.device
     reads = None if group.reads is None else rotations[group.reads.space].to(device)
     total = torch.zeros((), device=device)
@@ -110,17 +105,17 @@ def _group_value(group: Group, rotations: Mapping[Space, Tensor]) -> float:
         diagonal = rotated_diagonal(group.inverse.to(device), reads)
         shared = diagonal.detach().requires_grad_(diagonal.requires_grad)
         for matrix, weight in zip(group.matrices, group.weights, strict=True):
-            part = weight * removed(scores(group, matrix, shared, rotations), matrix.patterns)
-            if part.requires_grad:
-                torch.autograd.backward(part)
-            total += part.detach()
+            value = weight * removed(scores(group, matrix, shared, rotations), matrix.patterns)
+            if value.requires_grad:
+                torch.autograd.backward(value)
+            total += value.detach()
         if shared.grad is not None:
             torch.autograd.backward(diagonal, shared.grad)
     return float(total)
 
 
 def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
-    """S of a matrix, [rows, columns] of the sampled ones, from the diagonal [d_in] of H⁻¹ in the rotated basis."""
+    """S of the sampled [rows, columns] of a matrix, from the diagonal [d_in] of H⁻¹ in the rotated basis."""
     weight = matrix.layer.matrix.detach().float()
     weight = weight if matrix.rows is None else weight[matrix.rows.to(weight.device)]
     if matrix.columns is not None:
@@ -134,7 +129,7 @@ def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Sp
 
 
 def rotated_diagonal(inverse: Tensor, rotation: Tensor | None) -> Tensor:
-    """The diagonal [d_in] of ``Rᵀ H⁻¹ R``; of `Group.inverse` alone, if that is the diagonal."""
+    """The diagonal [d_in] of ``Rᵀ H⁻¹ R``; without a rotation, `Group.inverse` is the diagonal itself."""
     if rotation is None:
         return inverse
     blocks = inverse[None, None] if inverse.ndim == 2 else inverse
@@ -153,10 +148,10 @@ def _removed(values: Tensor, pattern: Pattern) -> Tensor:
     count = round(pattern.sparsity * values.numel())
     if count == 0:
         return values.new_zeros(())
-    # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, attained if t is the largest of them: no sort,
-    # and a gradient through `clamp` alone.
+    # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, attained if t is the largest of them. This
+    # needs no sort, and its gradient passes through `clamp` only.
     stride = max(1, values.numel() // SAMPLED_SCORES)
-    while math.gcd(stride, values.shape[1]) > 1:  # so that the sample is drawn evenly from every column
+    while math.gcd(stride, values.shape[1]) > 1:  # so that every column is sampled equally
         stride -= 1
     sample = values.detach().flatten()[::stride]
     position = min(len(sample), max(1, round(count * len(sample) / values.numel())))
@@ -165,7 +160,7 @@ def _removed(values: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:
-    """The sum of the `count` smallest of every row, by minima for short rows, which is faster than topk."""
+    """The sum of the `count` smallest of every row; by minima for short rows, which are faster than topk."""
     size = groups.shape[1]
     if count == 0:
         return groups.new_zeros(())
@@ -181,7 +176,7 @@ def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:
 
 
 def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None:
-    """Set the weight of every matrix, its Fisher loss at W = 0 or 1, divided by the sum of its dense scores."""
+    """Set the weight of every matrix: its Fisher loss at W = 0, or 1, divided by the sum of its dense scores."""
     names = [matrix.layer.name for matrix in objective.matrices]
     raw = {name: 1.0 if fisher is None else fisher[name] for name in names}
     if not sum(raw.values()):
@@ -202,7 +197,7 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
 
 
 def sampled(count: int, most: int | None, together: int, generator: torch.Generator) -> Tensor | None:
-    """At most `most` of the `count` rows or columns, chosen at random, `together` consecutive ones; None for all."""
+    """At most `most` of the `count` rows or columns, chosen at random in runs of `together`; None for all."""
     if most is None or count <= most or count % together:
         return None
     first = torch.randperm(count // together, generator=generator)[: max(1, most // together)].sort().values
@@ -243,7 +238,7 @@ class FisherAtZero(GradientStatistic):
 
 
 def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
-    """`Group.inverse` of the Gram matrix [d_in, d_in] of the inputs, in float32: the part that their rotation needs."""
+    """`Group.inverse` from the Gram matrix [d_in, d_in] of the inputs, in float32: only what their rotation needs."""
     unit = float(gram.diagonal().double().mean())
     factor, _ = escalate(DAMPING, lambda damping: damped_inverse_factor(gram, unit, damping))
     if reads is None:
@@ -255,7 +250,7 @@ def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
 
 
 def coordinates(layer: PrunableLayer, spaces: Sequence[Space]) -> tuple[Coordinates | None, tuple[Coordinates, ...]]:
-    """The coordinates of spaces on the columns of a layer, no convolution, and on its rows."""
+    """The coordinates of spaces on the columns of a layer that is not a convolution, and on its rows."""
     reads: list[Coordinates] = []
     writes: list[Coordinates] = []
     for space in spaces:

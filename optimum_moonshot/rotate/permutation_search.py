@@ -1,7 +1,7 @@
 """Channel permutations of neurons for n:m, by greedy exchanges of columns, after the rotations are learned.
 
-A permutation of the neurons changes one term of the objective, that of the layer that reads them. The residual stream
-and the coordinates of heads need none: their rotations include all permutations.
+A permutation of the neurons changes only the term of the layer that reads them. The residual stream and the coordinates
+of heads are not permuted, because their rotations include all permutations.
 
 n:m keeps the n largest scores of every m consecutive columns of a row. With column x at position p, and its other
 columns unchanged, a group of m keeps
@@ -9,8 +9,8 @@ columns unchanged, a group of m keeps
     T_p + Σ_rows max(q_p, x),    q_p the n-th largest score of the other columns in a row
 
 A table of this sum for every position and column, added to its transpose, is therefore the gain of every exchange of
-two columns. Exchanges between disjoint groups are independent: in every round, the best exchange of each two groups
-that prefer one another is applied, until none gains.
+two columns. Exchanges between disjoint groups are independent. In every round, each two groups that prefer one another
+apply their best exchange, until none has a gain.
 
 The table consists of L1 distances, ``max(q, x) = (q + x + |q - x|) / 2``. For a large matrix it is approximated by a
 matrix product: ``max(q, x) = q + x - min(q, x)`` with ``min(q, x) ≈ Σ_k w_k a_k(q) a_k(x)`` and ``a_k(x) =
@@ -33,7 +33,7 @@ from .spaces import Space
 
 # The search stops after the first round with a smaller relative gain, or after this many rounds.
 GAIN, ROUNDS = 1e-4, 200
-# The edges of a row, denser at large scores, which decide what is kept: the removed sum is within 0.4% of the exact.
+# The edges of a row, denser at large scores, which decide what is kept: the removed sum is 0.4% too large at most.
 QUANTILES = (0.35, 0.6, 0.8, 0.92, 0.98, 1.0)
 # Up to this many pairs of scores, distances are computed exactly, in about 0.2 s on one core.
 EXACT = 2**28
@@ -50,7 +50,7 @@ def permute_channels(
     state: Learned,
     step_done: Callable[[Learned], None] = lambda state: None,
 ) -> None:
-    """Add the permutations, with their gains, that a learned state lacks; `step_done` sees it after every layer."""
+    """Add the missing permutations and their gains to a learned state; `step_done` receives it after every layer."""
     learned = rotations(spaces, state)
     leaves = {space: change.float() for space, change in learned.items() if not space.permuted}
     for space, group, matrix, weight, block in _readers(objective, spaces):
@@ -59,17 +59,17 @@ def permute_channels(
         with block:
             device = matrix.layer.parameter.device
             diagonal = rotated_diagonal(group.inverse.to(device), None)
-            rotated = {each: change.to(device) for each, change in leaves.items()}
+            rotated = {leaf: change.to(device) for leaf, change in leaves.items()}
             patterns = competing(matrix.patterns)
-            # The objective may sample rows or columns, the search uses all: a permutation fitted to some rows gains
-            # nothing in the others, whose large weights are in other columns.
-            part = weight * float(removed(scores(group, matrix, diagonal, rotated), patterns))
+            # The objective may sample rows or columns, the search uses all: a permutation fitted to some rows has no
+            # gain in the others, whose large weights are in other columns.
+            sampled = weight * float(removed(scores(group, matrix, diagonal, rotated), patterns))
             whole = scores(group, replace(matrix, rows=None, columns=None), diagonal, rotated)
         permutation = best_permutation(whole, patterns)
-        before, after = (float(removed(each, patterns)) for each in (whole, whole[:, permutation.to(device)]))
+        before, after = (float(removed(values, patterns)) for values in (whole, whole[:, permutation.to(device)]))
         fraction = max(0.0, 1 - after / before) if before > 0 else 0.0
         state.permutations[space.name] = permutation[None]
-        state.permutation_gains[space.name] = part * fraction * len(patterns) / len(matrix.patterns)
+        state.permutation_gains[space.name] = sampled * fraction * len(patterns) / len(matrix.patterns)
         step_done(state)
 
 
@@ -93,13 +93,10 @@ def competing(patterns: Sequence[Pattern]) -> list[NM]:
 
 
 def search_products(shape: tuple[int, int], patterns: Sequence[Pattern]) -> float:
-    """The cost of a search, in floating-point operations of matrix products of equal duration.
-
-    `shape` is (rows, d_in) of the scores.
-    """
+    """The cost of a search over scores [rows, d_in], in floating-point operations of products that take as long."""
     rows, d_in = shape
-    each = DISTANCE if _is_exact(rows, d_in) else len(QUANTILES)
-    return rows * d_in**2 * each * sum(TABLES * pattern.m for pattern in competing(patterns))
+    per_entry = DISTANCE if _is_exact(rows, d_in) else len(QUANTILES)
+    return rows * d_in**2 * per_entry * sum(TABLES * pattern.m for pattern in competing(patterns))
 
 
 def _is_exact(rows: int, d_in: int) -> bool:
@@ -110,7 +107,7 @@ def _is_exact(rows: int, d_in: int) -> bool:
 def best_permutation(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """A permutation of columns that reduces the sum of the scores [rows, d_in] that the n:m patterns remove.
 
-    int64 [d_in] in host memory: the column at each position. The identity if no better permutation is found.
+    It is the column at each position, int64 [d_in] in host memory; the identity if no better permutation is found.
     """
     patterns, d_in = competing(patterns), scores.shape[1]
     order = torch.arange(d_in, device=scores.device)
@@ -126,7 +123,7 @@ def best_permutation(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
             table.update(order, changed)
         first, second = _select(sum((table.gains(order) for table in tables), scores.new_zeros(())), block)
         gained = sum((table.gained(order, first, second) for table in tables), scores.new_zeros(len(first)))
-        first, second, gained = (each[gained > 0] for each in (first, second, gained))
+        first, second, gained = (tensor[gained > 0] for tensor in (first, second, gained))
         if float(gained.sum(dtype=torch.float64)) <= least:
             break
         order[first], order[second] = order[second], order[first]
@@ -144,18 +141,18 @@ class _Columns:
         d_in, rows = self.values.shape
         self.exact = _is_exact(rows, d_in)
         step = max(1, SPREAD // d_in)
-        self.parts = [] if self.exact else [slice(start, start + step) for start in range(0, rows, step)]
+        self.slices = [] if self.exact else [slice(start, start + step) for start in range(0, rows, step)]
         positions = [round(quantile * (d_in - 1)) for quantile in QUANTILES]
-        # [intervals, rows of a part] each
-        self.edges = [self.values[:, part].sort(0).values[positions] for part in self.parts]
+        # [intervals, rows of a slice] each
+        self.edges = [self.values[:, rows].sort(0).values[positions] for rows in self.slices]
 
     def larger(self, others: Tensor) -> Tensor:
         """Σ_rows max(q, x) for every q of [count, rows] and column x, approximate for a large matrix: [count, d_in]."""
         sums = others.sum(1)[:, None] + self.sums
         if self.exact:
             return (torch.cdist(others, self.values, p=1.0) + sums) / 2
-        for part, edges in zip(self.parts, self.edges, strict=True):
-            sums.addmm_(_expand(others[:, part], edges), _expand(self.values[:, part], edges).T, alpha=-1)
+        for rows, edges in zip(self.slices, self.edges, strict=True):
+            sums.addmm_(_expand(others[:, rows], edges), _expand(self.values[:, rows], edges).T, alpha=-1)
         return sums
 
 
@@ -163,9 +160,9 @@ def _expand(values: Tensor, edges: Tensor) -> Tensor:
     """``√w_k a_k`` of scores [count, rows] for the intervals between edges [intervals, rows]: two dimensions."""
     low = torch.nn.functional.pad(edges[:-1], (0, 0, 1, 0))
     size = edges - low
-    parts = (values[:, None] - low).clamp_min_(0)
-    torch.minimum(parts, size, out=parts)
-    return parts.mul_(size.clamp_min(torch.finfo(size.dtype).tiny).rsqrt()).flatten(1)
+    inside = (values[:, None] - low).clamp_min_(0)
+    torch.minimum(inside, size, out=inside)
+    return inside.mul_(size.clamp_min(torch.finfo(size.dtype).tiny).rsqrt()).flatten(1)
 
 
 class _Table:
@@ -174,11 +171,11 @@ class _Table:
     def __init__(self, columns: _Columns, pattern: NM):
         self.columns, self.pattern = columns, pattern
         d_in = len(columns.values)
-        self.kept = columns.values.new_empty(d_in, d_in)  # Σ_rows max(q, x): position, column
+        self.table = columns.values.new_empty(d_in, d_in)  # Σ_rows max(q, x): position, column
 
     def update(self, order: Tensor, positions: Tensor) -> None:
         """Recompute the rows of some positions, which are whole groups."""
-        self.kept[positions] = self.columns.larger(self.others(order, positions).flatten(0, 1))
+        self.table[positions] = self.columns.larger(self.others(order, positions).flatten(0, 1))
 
     def others(self, order: Tensor, positions: Tensor) -> Tensor:
         """q of some positions, which are whole groups: [groups, m, rows]."""
@@ -190,7 +187,7 @@ class _Table:
 
     def gains(self, order: Tensor) -> Tensor:
         """The gain in kept scores of exchanging two positions, [d_in, d_in]; 0 within a group."""
-        gains = self.kept[:, order]
+        gains = self.table[:, order]
         gains -= gains.diagonal().clone()[:, None]
         gains = gains + gains.T
         m = self.pattern.m
@@ -205,7 +202,7 @@ class _Table:
             group = (position // m * m)[:, None] + torch.arange(m, device=position.device)
             index = torch.arange(len(position), device=position.device)
             q = self.others(order, group.flatten())[index, position % m]
-            here, there = (self.columns.values[order[each]] for each in (position, other))
+            here, there = (self.columns.values[order[index]] for index in (position, other))
             gained += (torch.maximum(q, there) - torch.maximum(q, here)).sum(1)
         return gained * (first // m != second // m)  # an exchange within a group changes nothing
 
@@ -235,8 +232,8 @@ def _select(gains: Tensor, block: int) -> tuple[Tensor, Tensor]:
         at = pairs[ones, :, others].flatten(1).argmax(1)
         first.append(ones * block + at // block)
         second.append(others * block + at % block)
-        taken = torch.cat([ones, others])
-        free[taken] = 0
-        free[:, taken] = 0
+        used = torch.cat([ones, others])
+        free[used] = 0
+        free[:, used] = 0
     nothing = index[:0]
     return torch.cat([nothing, *first]), torch.cat([nothing, *second])

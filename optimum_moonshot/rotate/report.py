@@ -4,17 +4,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..reports.json_files import Amount, Count, check_fields, load_json, save_json, with_tuples
+from ..reports.json_files import Amount, Count, check_fields, load_json, save_json
 
 ROTATION_NAME = "moonshot_rotation.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class RotationReport:
-    """A change of a model's basis, after which it computes the same function.
+    """A change of a model's basis, which preserves its function.
 
-    The objective is the fraction of the scores of all weights that pruning would remove: a mean over the matrices, each
-    relative to its sum, weighted by `weighted`.
+    The objective is the fraction of the scores of all weights that pruning would remove: the mean over the matrices of
+    the fraction in each, weighted by `weighted`.
     """
 
     spaces: dict[str, tuple[int, int]]  # name → number and width of rotations
@@ -44,17 +44,17 @@ class RotationReport:
         """All changes, such as "1 of 256, 8 of 64, and channel permutations of 4 layers"."""
         permuted = f"channel permutations of {len(self.permuted)} layers" if self.permuted else ""
         scaled = f"{len(self.scales)} layers in units of the loss" if self.scales else ""
-        return ", and ".join(part for part in (self.rotations, permuted, scaled) if part)
+        return ", and ".join(change for change in (self.rotations, permuted, scaled) if change)
 
     def line(self) -> str:
         """One line of text."""
         change = f"objective {self.objective_before:.4f} → {self.objective_after:.4f}"
-        kept = "".join(f"; not the {name}: {why}" for name, why in self.refused.items())
+        refused = "".join(f"; not the {name}: {why}" for name, why in self.refused.items())
         untied = f"; the untied head takes {self.untied_bytes / 2**20:.2f} MiB more" if self.untied_bytes else ""
         notes = "".join(f"; {note}" for note in self.notes)
         head = f"rotations: {self.changes}" if self.rotated else "nothing was rotated"
         permuted = f" ({self.objective_learned:.4f} without the permutations)" if self.permuted else ""
-        return f"{head}; {change}{permuted} in {self.steps} steps, {self.seconds:.1f} s{untied}{kept}{notes}"
+        return f"{head}; {change}{permuted} in {self.steps} steps, {self.seconds:.1f} s{untied}{refused}{notes}"
 
     def summary(self) -> dict[str, Any]:
         """The entry in a model's configuration."""
@@ -74,9 +74,7 @@ class RotationReport:
         Raises:
             MoonshotError: a field that is missing, unknown, or of another type.
         """
-        check_fields(cls, values)
-        spaces = {name: (count, width) for name, (count, width) in values["spaces"].items()}
-        return cls(**{**with_tuples(values, "notes"), "spaces": spaces})
+        return check_fields(cls, values)
 
     def save(self, folder: str | Path) -> Path:
         """Write moonshot_rotation.json into a folder."""

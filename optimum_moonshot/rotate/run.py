@@ -1,7 +1,6 @@
 """Rotate the model of a run: find the spaces, learn on the calibration data, merge the rotations into the weights.
 
-Afterwards the model is another checkpoint of the same function; `ModelRotation.undo` restores the weights after a
-failure.
+The result is another checkpoint of the same function; `ModelRotation.undo` restores the weights after a failure.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from ..errors import Text, require
 from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.inputs import Prepared
 from ..progress import progress_bar
-from .basis import Basis, ModelRotation
-from .gather import WHERE, PatternsOf, gather, is_rotated, offload_inverses, rotatable_spaces
+from .basis import Basis, ModelRotation, check_invariance, check_same, outputs
+from .gather import WHERE, PatternsOf, gather, offload_inverses, rotatable_spaces
 from .learning import Learned, learn, rotations
 from .permutation_search import permute_channels
 from .report import RotationReport
 from .scaling import scale
-from .search import check_invariance, check_same, outputs
 
 if TYPE_CHECKING:
     from ..model.layers import PrunableLayer
@@ -32,24 +30,16 @@ if TYPE_CHECKING:
     from ..pipeline.variant import Variant
     from .objective import Objective
 
-# Steps of learning between two states that survive an interruption.
+# Steps of learning after which the state is stored, to survive an interruption.
 SAVED_EVERY = 10
 
 
 @contextmanager
 def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
-    """Rotate the model for the patterns of the variants, and restore it if the block fails.
+    """Rotate the dense model for the patterns of the variants, and restore it if the block fails.
 
-    The store of the first variant keeps the state of learning; the report of each names the rotation. Yields the
-    seconds that it took, 0 without a rotation.
-
-    Args:
-        prepared: the model, dense, and the data.
-        variants: of the run.
-        stays: whether the model stays rotated; otherwise each variant rotates it with its weights.
-
-    Raises:
-        MoonshotError: as `rotate`.
+    The store of the first variant has the state of learning. If the model does not stay rotated (`stays`), each variant
+    rotates it when its weights are written. Yields the seconds of the rotation, 0 without one.
     """
     if prepared.selection.config.rotation is None:
         yield 0.0
@@ -74,7 +64,7 @@ def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Ite
 
 @enough_memory(Text("{}, or set {}", SMALLER, "rotation_rows"))
 def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> ModelRotation:
-    """Rotate the dense model for its patterns; `store` keeps the state of learning.
+    """Rotate the dense model for the patterns of its layers; `store` has the state of learning.
 
     Raises:
         MoonshotError: no data, nothing that may be rotated, or a model whose function would change; the model is
@@ -107,7 +97,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
         basis.restore()
         raise
     report = RotationReport(
-        spaces={space.name: (space.count, space.width) for space in spaces if changed and is_rotated(space)},
+        spaces={space.name: (space.count, space.width) for space in spaces if changed and space.rotated},
         refused=refused,
         objective_before=state.before,
         objective_after=state.after,
@@ -124,19 +114,19 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
 
 
 def _from_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
-    """The state of a rotation that the first process learns or has stored, in all processes."""
+    """The state that the first process learns or has stored, in all processes."""
     ranks = prepared.subject.ranks
     state = learn() if ranks.is_main else None
-    if ranks.size == 1:
-        return state
-    saved = ranks.broadcast_object(None if state is None else state.saved())
-    return None if saved is None else Learned.load(*saved)
+    if ranks.size > 1:
+        saved = ranks.broadcast_object(None if state is None else state.saved())
+        state = None if saved is None else Learned.load(*saved)
+    return state
 
 
 def _learn(
     prepared: Prepared, store: ResultStore, basis: Basis, objective: Objective, state: Learned | None
 ) -> Learned:
-    """Learn rotations, then permutations, then scales, from the state of an interrupted run if there is one."""
+    """Learn rotations, then permutations, then scales; resumes the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
     steps, shown = config.rotation_steps, prepared.subject.progress
     relieved = partial(prepared.backoff.relieved, WHERE, offload=partial(offload_inverses, prepared, objective))

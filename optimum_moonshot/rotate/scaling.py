@@ -1,10 +1,10 @@
 """Scales rows that are compared with each other to units of the model's loss.
 
-A solver that compares the weights of several rows weights all outputs equally. The effect of output k on the loss is
-``D_k = Σ δ_k²`` of its gradients (as in K-FAC, Martens and Grosse, arXiv 1503.05671). If a factor on a row can be
-compensated in a later column (up with down, v with o), the row is multiplied by ``√D_k`` and the column divided by it:
-their product does not change, and the scores of the row are in units of the loss. The columns' scores ``w² / [H⁻¹]``
-do not change.
+A solver that compares the weights of several rows gives all outputs the same weight. The effect of output k on the loss
+is ``D_k = Σ δ_k²`` of its gradients (as in K-FAC, Martens and Grosse, arXiv 1503.05671). If a later column can
+compensate a factor on a row (up and down, v and o), the row is multiplied by ``√D_k`` and the column divided by it.
+Their product does not change, and neither do the scores ``w² / [H⁻¹]`` of the column; the scores of the row are then in
+units of the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from ..model.layers import PrunableLayer
 from .learning import Learned, rotations
 from .spaces import Space
 
-# Factors are between its inverse and this, so that the scaled weights fit 16 bits.
+# The largest factor, and the inverse of the smallest, so that the scaled weights fit 16 bits.
 LARGEST = 16.0
 
 
@@ -32,24 +32,24 @@ class OutputMoments(GradientStatistic):
 
     @classmethod
     def of(cls, spaces: Sequence[Space]) -> type["OutputMoments"]:
-        """The statistic of those of a model's spaces that may be scaled."""
+        """The statistic for the spaces of a model that may be scaled."""
         return type("OutputMoments", (cls,), {"spaces": [space for space in spaces if space.scaled]})
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
         super().__init__(layer, samples, storage)
-        places = [(space, place) for space in self.spaces for place in space.places]
         self.outputs = [  # the spaces whose coordinates are rows of the layer, and these rows, int64 [count, width]
             (space, place.index[:, 0])
-            for space, place in places
+            for space in self.spaces
+            for place in space.places
             if place.writes and place.index is not None and place.at.parameter is layer.parameter
         ]
         self.totals: dict[str, Tensor] = {}
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         for space, rows in self.outputs:
-            part = delta.flatten(0, -2)[:, rows.to(delta.device)]
+            outputs = delta.flatten(0, -2)[:, rows.to(delta.device)]
             rotated = space.follows is not None and not space.follows.permuted
-            moment = torch.einsum("tci,tcj->cij", part, part) if rotated else part.square().sum(0)
+            moment = torch.einsum("tci,tcj->cij", outputs, outputs) if rotated else outputs.square().sum(0)
             self.totals[space.name] = self.totals.get(space.name, 0) + moment.double().cpu()
 
     def merge(self, merger: Merger) -> None:
@@ -62,7 +62,7 @@ class OutputMoments(GradientStatistic):
 
 
 def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]) -> None:
-    """Add factors to a learned state, for the spaces to scale whose `OutputMoments` are in `moments`, by name."""
+    """Add the factors of the spaces to scale to a learned state; `moments` has their `OutputMoments` by name."""
     learned = rotations(spaces, state)
     for space in spaces:
         if not space.scaled or space.name not in moments:
@@ -77,7 +77,7 @@ def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]
 
 
 def factors(moment: Tensor) -> Tensor:
-    """``√D`` [count, width] divided by its geometric mean, clamped by `LARGEST`; ones without any gradient."""
+    """``√D`` [count, width] divided by its geometric mean, clamped by `LARGEST`; ones if all gradients are 0."""
     size = moment.clamp_min(0).sqrt()
     positive = size > 0
     if not positive.any():

@@ -1,7 +1,7 @@
 """The vector spaces of a model whose basis may change, derived from the dependences between its tensors.
 
-The inputs and the outputs of every node are endpoints. Endpoints with equal vectors, up to a mixing of tokens, are in
-one space. A space is fixed if some operation acts on its coordinates separately; the others may be rotated: the
+The inputs and the outputs of every node are endpoints. Endpoints whose vectors are equal, up to a mixing of tokens, are
+in one space. A space is fixed if an operation acts on its coordinates separately. All others may be rotated: the
 residual stream, latent spaces between two matrices, and the values of key-value heads (group_spaces.py).
 """
 
@@ -22,7 +22,7 @@ class Place:
 
     at: Axis
     index: Tensor | None = None  # int64 [count, copies, width]; None: the axis is the space, in its order
-    writes: bool = False  # the parameter computes the coordinates, and does not read them
+    writes: bool = False  # whether the parameter computes the coordinates, rather than reads them
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,16 +30,16 @@ class Folding:
     """A norm, and the matrices that follow it, into which its gain can be folded."""
 
     norm: Norm
-    readers: tuple[Axis, ...]  # empty if others than matrices read its outputs, or matrices with other inputs
+    readers: tuple[Axis, ...]  # empty if not only matrices read its outputs, or if these have other inputs too
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
     """`count` vector spaces of `width` coordinates, and all axes with these coordinates.
 
-    A rotation R multiplies each axis from the right, p → p R, of parameters that read and that write the space (y →
-    Rᵀ y). Coordinates that are `permuted` admit only permutations; for those that are `scaled`, positive factors
-    multiply the parameters that write, and divide those that read.
+    A rotation R multiplies each axis from the right, p → p R, both of parameters that read and that write the space
+    (y → Rᵀ y). If the coordinates are `permuted`, R is a permutation. If they are `scaled`, positive factors multiply
+    the parameters that write, and divide those that read.
     """
 
     name: str
@@ -48,10 +48,20 @@ class Space:
     fixes_ones: bool  # R must fix the vector of ones
     places: tuple[Place, ...]
     foldings: tuple[Folding, ...] = ()  # the norms with gains that differ
-    norms: tuple[Folding, ...] = ()  # all norms of the space
+    norms: tuple[Folding, ...] = ()  # all norms
     permuted: bool = False
     scaled: bool = False
     follows: "Space | None" = None  # the space whose rotation or permutation applies before the scaling
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the space is rotated, rather than permuted or scaled."""
+        return not self.permuted and not self.scaled
+
+    @property
+    def axes(self) -> list[Axis]:
+        """All axes that a change of the basis changes."""
+        return [place.at for place in self.places] + [at for folding in self.foldings for at in folding.readers]
 
 
 def occupied_axes(spaces: Iterable[Space]) -> set[Axis]:
@@ -87,7 +97,7 @@ class _Endpoints:
 
 
 def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[str, str]]:
-    """The spaces of whole axes that may be rotated, and the reason if no residual stream is among them, by its name.
+    """The spaces of whole axes that may be rotated, and name → reason if the residual stream is not among them.
 
     A space that extends over several of the decoder layers with the names `blocks` is a residual stream.
     """
@@ -101,7 +111,8 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     refused: dict[str, str] = {}
     for members in sorted(ends.classes(), key=len, reverse=True):
         nodes = [trace.nodes[end // 2] for end in members]
-        shared = len({_block(node.name, blocks) for node in nodes}) > 1
+        inside = {next((block for block in blocks if node.name.startswith(block + ".")), None) for node in nodes}
+        shared = len(inside) > 1
         width = _width(trace, members)
         why = next((ends.fixed[end] for end in members if end in ends.fixed), None)
         why = why or _unreached(trace, readings, width, shared)
@@ -127,17 +138,19 @@ def _width(trace: Trace, members: Sequence[int]) -> int:
 
 
 def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ...]]:
-    """The norms that only matrices read, matrices without other inputs: index → the axes of those matrices."""
+    """The norms that are read only by matrices without other inputs: index → the axes of these matrices."""
     sources: dict[int | None, set[frozenset[int]]] = {}
     for reading in readings:
         sources.setdefault(reading.node, set()).add(reading.alike | reading.other)
     foldable = {}
     for place, node in enumerate(trace.nodes):
-        readers = [reader for reader, sets in sources.items() if any(place in each for each in sets)]
-        only = frozenset([place])
-        nodes = [trace.nodes[each] for each in readers if each is not None and sources[each] == {only}]
-        alone = len(nodes) == len(readers) and all(reader.norm is None and reader.reads for reader in nodes)
-        if node.norm is not None and readers and alone:
+        if node.norm is None:
+            continue
+        readers = [reader for reader, sets in sources.items() if any(place in nodes for nodes in sets)]
+        nodes = [
+            trace.nodes[reader] for reader in readers if reader is not None and sources[reader] == {frozenset([place])}
+        ]
+        if nodes and len(nodes) == len(readers) and all(reader.norm is None and reader.reads for reader in nodes):
             foldable[place] = tuple(axis for reader in nodes for axis in reader.reads)
     return foldable
 
@@ -162,7 +175,7 @@ def _join_nodes(ends: _Endpoints, trace: Trace, readings: list[Reading], foldabl
 
 
 def _unfoldable(trace: Trace, readings: list[Reading], place: int, foldable: bool) -> str | None:
-    """The reason why the gain of a norm cannot be folded; None if it can, or is uniform."""
+    """The reason why the gain of a norm cannot be folded; None if it can, or if it is uniform."""
     node = trace.nodes[place]
     assert node.norm is not None
     others = (trace.nodes[other] for reading in readings if place in reading.other for other in reading.other)
@@ -202,12 +215,8 @@ def _uniform(gain: Tensor) -> bool:
     return bool((gain == gain[0]).all())
 
 
-def _block(name: str, blocks: Sequence[str]) -> str | None:
-    return next((block for block in blocks if name.startswith(block + ".")), None)
-
-
 def _unreached(trace: Trace, readings: list[Reading], width: int, shared: bool) -> str | None:
-    """A message about a weight of this width that may belong to a space, which the trace cannot show.
+    """A message about a weight of this width that may belong to a space although the trace does not show it.
 
     Its inputs have no gradients, or, if the space is `shared` by several layers, the probe did not reach it.
     """
@@ -233,5 +242,5 @@ def _space(trace: Trace, members: list[int], name: str, width: int, foldable: di
         if node.norm.bias is not None:
             places.append(Place(Axis(node.norm.module, node.norm.bias, 0)))
         norms.append(Folding(node.norm, foldable.get(end // 2, ())))
-    foldings = [each for each in norms if each.norm.gain is not None and not _uniform(each.norm.gain)]
+    foldings = [folding for folding in norms if folding.norm.gain is not None and not _uniform(folding.norm.gain)]
     return Space(name, width, 1, fixes_ones, tuple(places), tuple(foldings), tuple(norms))

@@ -1,10 +1,10 @@
 """The dependences between the tensors at a model's weights, from one run of the model that is cut at every weight.
 
-Every product with a weight matrix, embedding and norm is a node, and returns a random leaf instead of its output. Other
-parameters (positions, class tokens) are leaves themselves. Automatic differentiation then shows how the inputs of a
-node depend on the outputs of others, without passing through another weight. If a dependence *only mixes tokens*, its
-derivative commutes with every matrix on the channels; this is tested with one signed permutation, whose products are
-exact in any dtype.
+Every product with a weight matrix, every embedding and every norm is a node, and returns a random leaf instead of its
+output. Other parameters (positions, class tokens) are leaves themselves. Automatic differentiation then shows how the
+inputs of a node depend on the outputs of others, without passing through another weight. If a dependence *only mixes
+tokens*, its derivative commutes with every matrix on the channels. This is tested with one signed permutation, whose
+products are exact in any dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from ..model.layer_kinds import find_layer
 from ..model.layers import differentiated_in_turn, onloaded_in_turn, visited
 from .norms import Norm, find_norm, may_be_norm
 
-# Relative rounding error of a derivative that commutes.
+# Relative rounding error of a derivative that commutes with a permutation.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 5e-2
 # Functions that return a parameter in another dtype.
@@ -58,8 +58,8 @@ class Node:
     norm: Norm | None = None
     images: bool = False  # channels are on the third axis from the end, not on the last
     raw: bool = False  # a parameter itself
-    hidden: bool = False  # some inputs are computed without gradients, which show the dependences
-    functional: bool = False  # `functional.linear` with a parameter of no layer, or slices of it (fused experts)
+    hidden: bool = False  # some inputs are computed without gradients, so that their dependences are unknown
+    functional: bool = False  # `functional.linear` with a parameter outside of layers, or slices of it (fused experts)
     inputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     onloaded: Tensor | None = None  # the value of a raw parameter, which may be offloaded later
@@ -83,9 +83,9 @@ class Reading:
     """The dependence of one input of a node on the nodes' leaves; nodes are given by their index in the trace."""
 
     node: int | None  # None: the model's result
-    alike: frozenset[int]  # the nodes that it depends on by mixing tokens only
-    other: frozenset[int]  # the nodes that it depends on in another way
-    whole: bool  # it is the sum of the contributions of `alike`
+    alike: frozenset[int]  # the nodes whose tokens it only mixes
+    other: frozenset[int]  # the nodes on which it depends in another way
+    whole: bool  # whether it is the sum of the contributions of `alike`
 
 
 class Trace:
@@ -109,7 +109,7 @@ class Trace:
         by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            read = next((each for each in (*args, *named.values()) if _is_floating(each)), None)
+            read = next((value for value in (*args, *named.values()) if _is_floating(value)), None)
             if read is not None and read.grad_fn is None and not torch.is_grad_enabled():
                 node.hidden = True
             elif read is not None:
@@ -149,7 +149,7 @@ class Trace:
         for tensor in self.results:
             if tensor.requires_grad:
                 gradients = vjp(tensor, torch.randn_like(tensor), [leaf for _, leaf in flat])
-                places = {place for (place, _), each in zip(flat, gradients, strict=True) if each is not None}
+                places = {place for (place, _), gradient in zip(flat, gradients, strict=True) if gradient is not None}
                 yield Reading(None, frozenset(), frozenset(places), False)
 
     def _reading(self, reader: int, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
@@ -192,8 +192,8 @@ class Trace:
 def _is_sum(tensor: Tensor, terms: Sequence[tuple[Tensor, Tensor]], generator: torch.Generator, trials: int) -> bool:
     """Whether a tensor is the sum of its linear dependences on some leaves with their values.
 
-    Then ⟨c, x⟩ is the sum of ⟨gradient, leaf⟩ for every c. Each of the trials has a random c, to exclude coincidences,
-    which the coarse tolerance of 16 bits permits.
+    Then ⟨c, x⟩ is the sum of ⟨gradient, leaf⟩ for every c. Each trial has a random c, because the coarse tolerance of
+    16 bits permits coincidences.
     """
     value = tensor.detach().double()
     limit = 3 * tolerance_of(tensor.dtype) * float(value.norm())
@@ -226,7 +226,7 @@ def vjp(output: Tensor, cotangent: Tensor, leaves: Sequence[Tensor]) -> tuple[Te
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The relative difference that rounding in a dtype may cause between two ways to compute the same."""
+    """The relative difference that rounding in a dtype may cause between two computations of the same value."""
     return TOLERANCE.get(dtype, COARSE)
 
 
@@ -236,10 +236,10 @@ def random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class _Products(TorchFunctionMode):
-    """Intercepts `functional.linear` with a parameter of a model, a slice of one, or one cast to another dtype.
+    """Intercepts `functional.linear` with a parameter of a model, a slice of it, or its cast to another dtype.
 
-    Parameters are recognised by the address of their storage. `see` is called with the parameter's id (of its
-    placeholder, if it is offloaded, also while it is onloaded), the inputs and the call, and returns the result.
+    Parameters are recognised by the address of their storage. `see` receives the parameter's id (always that of its
+    placeholder, if it is offloaded), the inputs and the call, and returns the result.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
@@ -263,7 +263,7 @@ class _Products(TorchFunctionMode):
         self.ids = before | self._addresses(block)
         try:
             yield
-        finally:  # the addresses will be reused
+        finally:  # these addresses will be reused
             self.ids = before
             del self.cast[casts:]
 
@@ -308,7 +308,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if module in embeddings or module in norms or not _is_floating(output) or find_layer(module) is not None:
             return
-        read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
+        read = next((value for value in (*args, *named.values()) if isinstance(value, Tensor)), None)
         if read is None or not read.is_floating_point():
             tables = list(module.parameters(recurse=False))
             if len(tables) == 1 and tables[0].ndim == 2 and tables[0].shape[1] == output.shape[-1]:

@@ -31,7 +31,6 @@ WITHOUT = (
     "owl_threshold",
     "owl_lambda",
     "alpha_tau",
-    "expert_tokens",
     "under_calibrated_experts",
     "rotation",
     "rotation_weights",

@@ -86,8 +86,7 @@ def _sweep(
     args: argparse.Namespace, configs: "list[MoonshotConfig]", device: "torch.device", calibration: Any, output: Output
 ) -> None:
     """Sweep every unfinished seed, write the table and plots, and save the best model."""
-    from ..reports.seeds import choice, table
-    from .report import SweepReport, save_all
+    from .report import SweepReport, choice, save_all, table
 
     pruner = load_pruner(args, configs[0], device)
 

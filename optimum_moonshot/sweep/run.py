@@ -1,6 +1,6 @@
 """Many variants of a pruning on one calibration: λ, sparsities and patterns (MOONSHOT, arXiv 2604.13287, section 4.3).
 
-The model takes the weights of each variant only while the metric is measured.
+The model has the weights of a variant only while its metric is measured.
 """
 
 import math
@@ -25,8 +25,7 @@ from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from ..reports.measurement import versions
 from ..reports.prune_report import PruneReport
-from ..reports.seeds import SweepEntry
-from .report import SweepReport
+from .report import SweepEntry, SweepReport
 from .variants import Solved, combinations, released_on_failure, select_layers, solve_variants
 
 Metric = Callable[[nn.Module], float]
@@ -70,11 +69,7 @@ def sweep(
     maximize: bool,
     work_dir: str | os.PathLike[str] | None,
 ) -> Sweep:
-    """Calibrate once, solve and measure every variant of the grid; other parameters as for `MoonshotPruner.sweep`.
-
-    Raises:
-        MoonshotError: bad values, data, layers or statistics.
-    """
+    """Calibrate once, solve and measure every variant of the grid, as `MoonshotPruner.sweep` describes."""
     configs, lambdas = combinations(config, *grid), grid[0]
     message = "give numbers, or leave it out"
     require(lambdas is None or None not in lambdas, message, field="lambdas", value=lambdas)
@@ -94,7 +89,7 @@ def sweep(
     solved = solve_variants(subject, selections, calibration, work_dir, measure)
     prepared, variants = solved.prepared, solved.variants
     with released_on_failure(variants):
-        if not dense:  # passes that went backwards have computed the losses of the dense model
+        if not dense:  # backward passes have computed the losses of the dense model
             loss = mean_of(prepared, solved.source.losses)
             dense.append(_measure(prepared, metric) if loss is None else _calibration_metric(prepared, loss))
         bar = progress_bar(variants, desc="measuring", unit="variant", shown=subject.progress)
@@ -127,11 +122,7 @@ def _calibration_metric(prepared: Prepared, loss: float) -> float:
 
 
 def _measure(prepared: Prepared, metric: str | Metric) -> float:
-    """The metric of the model as it is; the first process measures a function.
-
-    Raises:
-        MoonshotError: the function returns no number.
-    """
+    """The metric of the model in its present state; a function is called in the first process."""
     with evaluation_mode(prepared.model), torch.no_grad():
         if not callable(metric):
             return float(_calibration_metric(prepared, mean_loss(prepared)))

@@ -42,14 +42,14 @@ class SparsityPath:
         return list(self._variants)
 
     def applied(self, sparsity: float) -> AbstractContextManager[None]:
-        """A context in which the model has the weights of one sparsity; as before on exit."""
+        """A context in which the model has the weights of one sparsity, and afterwards its previous ones."""
         return self._variant(sparsity).applied()
 
     def apply(self, sparsity: float) -> PruneReport:
         """Write the weights of one sparsity into the model; others can be applied later.
 
         Returns:
-            The report, also kept as the pruner's.
+            The report, which is also that of the pruner.
 
         Raises:
             MoonshotError: the path lacks this sparsity, or the call is inside of `applied`.
@@ -58,7 +58,7 @@ class SparsityPath:
         check_idle(variant.model, "apply")
         variant.commit(keep=True)
         # The calibration passes are shared; the variants have divided the time of the solver.
-        calibrating = self._solved.seconds - sum(each.solving for each in self._solved.variants)
+        calibrating = self._solved.seconds - sum(variant.solving for variant in self._solved.variants)
         seconds = {"calibration": calibrating, "solver": variant.solving, "total": calibrating + variant.solving}
         return self._report(variant.report(self._solved.prepared, seconds))
 
@@ -80,7 +80,7 @@ def prune_path(
     work_dir: str | os.PathLike[str] | None,
     report: Callable[[PruneReport], PruneReport],
 ) -> SparsityPath:
-    """Solve as `MoonshotPruner.prune_path`; `report` receives the report of every sparsity that is applied."""
+    """Solve for `MoonshotPruner.prune_path`; `report` receives the report of every sparsity that is applied."""
     check_ranked(config, sparsities)
     selections = select_layers(subject.model, combinations(config, [config.lam], sparsities, None))
     return SparsityPath(solve_variants(subject, selections, calibration, work_dir), report)

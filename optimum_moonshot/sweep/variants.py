@@ -38,7 +38,7 @@ def combinations(
     sparsities: Sequence[float] | None,
     patterns: Sequence[str] | None,
 ) -> list[MoonshotConfig]:
-    """The configuration with every combination of values; None: `LAMBDAS`, or the configuration's value.
+    """The configuration with every combination of values; None stands for `LAMBDAS`, or the configuration's value.
 
     An n:m pattern implies its sparsity, and occurs once for each λ; a λ of None is the default.
 
@@ -110,7 +110,7 @@ def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
 
 
 def _widest(selections: list[Selection]) -> Selection:
-    """The one with the smallest λ, which requires all statistics of the others."""
+    """The selection with the smallest λ, which requires all statistics of the others."""
     return min(selections, key=lambda selection: selection.lam)
 
 
@@ -121,12 +121,9 @@ def solve_variants(
     work_dir: str | os.PathLike[str] | None,
     measure: Callable[[Prepared], None] = lambda _: None,
 ) -> Solved:
-    """Read the data, and solve every layer by every variant, with a folder in `work_dir` for the results of each.
+    """Read the data, and solve every layer for every variant, with a folder in `work_dir` for the results of each.
 
-    `measure` is called once the data are read, while the model is dense and not rotated.
-
-    Raises:
-        MoonshotError: bad weights, data, or statistics, too little memory, or a folder that cannot be used.
+    `measure` is called when the data have been read, while the model is dense and not rotated.
     """
     started = time.perf_counter()
     prepared = prepare(subject, _widest(selections), calibration, sample_folder(subject, work_dir, "work_dir"))
@@ -142,17 +139,12 @@ def solve_variants(
             variants.append(Variant.open(prepared, selection, folder, "work_dir"))
         measure(prepared)
         with rotated(prepared, variants, stays=False):
-            source = _solve(prepared, variants)
+            total = len(prepared.selection.layers)
+            bar = progress_bar(total=total, desc="pruning", unit="layer", shown=subject.progress)
+            with enough_memory(Text("lower {} or {}", "max_memory", "num_samples")), frozen(subject.model), bar:
+                source = prune_layers(prepared, variants, bar)
+                prepared.backoff.share()
     return Solved(prepared, variants, source, time.perf_counter() - started)
-
-
-def _solve(prepared: Prepared, variants: list[Variant]) -> ModelPipeline:
-    total = len(prepared.selection.layers)
-    bar = progress_bar(total=total, desc="pruning", unit="layer", shown=prepared.subject.progress)
-    with enough_memory(Text("lower {} or {}", "max_memory", "num_samples")), frozen(prepared.model), bar:
-        source = prune_layers(prepared, variants, bar)
-        prepared.backoff.share()
-        return source
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from models import image_batches, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert, load_pruned
 from optimum_moonshot.checkpoint.base_card import find_base
-from optimum_moonshot.reports.by_kind import PLOT_NAME, by_kind, split_name
-from optimum_moonshot.reports.plots import plot_report
+from optimum_moonshot.reports.plots import PLOT_NAME, by_kind, plot_report, split_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -216,7 +216,6 @@ def test_a_registered_solver_removes_experts(monkeypatch):
         ({"recompute": True}, "recompute=True: pattern='experts' computes all statistics on the dense model"),
         ({"recover": "gradual"}, "recover='gradual': pattern='experts' removes experts at once"),
         ({"rotation": "learned"}, "rotation='learned'"),
-        ({"expert_tokens": "all"}, "expert_tokens='all'"),
         (
             {"under_calibrated_experts": "magnitude"},
             "under_calibrated_experts='magnitude': pattern='experts' uses the tokens",

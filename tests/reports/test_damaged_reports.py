@@ -101,7 +101,6 @@ def check_report(saved, folder, seed, count):
         report = PruneReport.load(path)
         for show in (
             report.table,
-            report._repr_html_,
             report.__repr__,
             report.to_dict,
             lambda r=report: render(r, facts),
@@ -144,7 +143,7 @@ def check_sweep(folder, seed, count):
         (folder / "sweep.json").write_text(json.dumps(replaced(SWEEP, at, value)))
         if holds(lambda: SweepReport.load(folder), at, value):
             report = SweepReport.load(folder)
-            for show in (report.table, report._repr_html_, report.__repr__, report.to_dict):
+            for show in (report.table, report.__repr__, report.to_dict):
                 assert holds(show, at, value)
             assert holds(lambda r=report: save_all([r, r], folder / "out"), at, value)
 

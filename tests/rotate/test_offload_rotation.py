@@ -17,7 +17,7 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.model.offload import is_offloaded
 from optimum_moonshot.model.structured_groups import find_structured_groups, probe_inputs
-from optimum_moonshot.rotate.search import find
+from optimum_moonshot.rotate.group_spaces import find
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 OPTIONS = {"pattern": "2:4", "num_samples": 4, "sequence_length": 12, "batch_size": 2, "lam": 0.5}

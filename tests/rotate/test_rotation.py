@@ -10,9 +10,9 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
-from optimum_moonshot.rotate.basis import Basis
+from optimum_moonshot.rotate.basis import Basis, check_invariance, check_same, outputs
+from optimum_moonshot.rotate.group_spaces import find
 from optimum_moonshot.rotate.norms import find_norm
-from optimum_moonshot.rotate.search import check_invariance, check_same, find, outputs
 from optimum_moonshot.rotate.spaces import RESIDUAL
 
 LATENT = dict(

@@ -12,7 +12,8 @@ from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.rotate.search import check_same, find, outputs
+from optimum_moonshot.rotate.basis import check_same, outputs
+from optimum_moonshot.rotate.group_spaces import find
 from optimum_moonshot.rotate.spaces import RESIDUAL
 from optimum_moonshot.rotate.trace import _is_sum
 

@@ -15,8 +15,8 @@ from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.pipeline.store import ResultStore
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.rotate import run as rotating
+from optimum_moonshot.rotate.basis import check_same, outputs
 from optimum_moonshot.rotate.report import ROTATION_NAME, RotationReport
-from optimum_moonshot.rotate.search import check_same, outputs
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "phi"])

@@ -10,10 +10,17 @@ from llama_runs import assert_same, weights
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.reports.plots import plot_by_lambda, plot_by_sparsity
-from optimum_moonshot.reports.seeds import SweepEntry, choice, means, table
 from optimum_moonshot.sweep import run as sweep_module
-from optimum_moonshot.sweep.report import SweepReport, save_all
+from optimum_moonshot.sweep.report import (
+    SweepEntry,
+    SweepReport,
+    choice,
+    means,
+    plot_by_lambda,
+    plot_by_sparsity,
+    save_all,
+    table,
+)
 
 LAMBDAS = (0.5, 1.0)
 
