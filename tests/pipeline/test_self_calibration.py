@@ -294,7 +294,7 @@ def test_other_settings_and_damaged_samples_are_generated_again(tmp_path, writte
         prune(make("llama"), resume_dir=folder, **changes)
     first, other, kept = map(ids, written)
     assert not torch.equal(first, other) and torch.equal(other, kept)
-    reused = [any("samples that the model wrote" in note for note in data.notes) for data in written]
+    reused = [any("generated samples were reused" in note for note in data.notes) for data in written]
     assert reused == [False, False, True]
     prune(make("llama"), SelfCalibration(temperature=0.5), resume_dir=folder, seed=1)
     assert not torch.equal(ids(written[-1]), other)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from llama_runs import assert_same, weights
 from models import make, token_batches
 from offloaded_models import offloaded
@@ -53,7 +54,11 @@ def default_device(device):
 
 def prepared(model):
     """As accelerate leaves a model: its forward under autocast, its outputs converted."""
-    return Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test's Trainer may have set other values
+    try:
+        return Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def twice_prepared(model):

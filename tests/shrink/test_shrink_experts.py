@@ -34,7 +34,7 @@ def without_other_parts(monkeypatch):
         raise MoonshotError("it stays")
 
     monkeypatch.setattr("optimum_moonshot.shrink.measurements.find_widths", lambda *_: ([], {}))
-    monkeypatch.setattr("optimum_moonshot.shrink.losses.MOST_BLOCKS", 0.0)
+    monkeypatch.setattr("optimum_moonshot.shrink.decision.MOST_BLOCKS", 0.0)
     monkeypatch.setattr(hidden, "find_stream", refuse)
 
 
