@@ -57,6 +57,8 @@ AREAS = ("optimum_moonshot", "tests", "benchmarks")
 LAMBDAS = (1.0, 0.9)  # the second is the default
 CODE_PATH = {1.0: (200, 38), 0.9: (230, 40)}  # λ → functions and files of a prune, at most
 LIMITS = Path(__file__).with_name("structure_limits.json")
+# How much more a figure of the code path may be on another machine, whose instruction set takes other branches.
+SLACK = {"functions": 8, "files": 2, "suspended": 2}
 SAMPLES, LENGTH = 8, 256
 LONG = 60  # lines of a function
 MOST_LINES = {"optimum_moonshot": 33_000}
@@ -338,9 +340,11 @@ def measure(method: str, with_mypy: bool) -> list[Measure]:
     return [*measures, mypy_errors(mypy)] if mypy else measures
 
 
-def exceeds(value: int | None, limit: int | None) -> bool:
+def exceeds(name: str, value: int | None, limit: int | None) -> bool:
     """Whether a figure is above its limit, or cannot be compared with it."""
-    return value is None or limit is None or value > limit
+    if value is None or limit is None:
+        return True
+    return value > limit + (SLACK.get(name.split()[0], 0) if "λ" in name else 0)
 
 
 def main() -> None:
@@ -370,7 +374,7 @@ def main() -> None:
         worse = [
             f"{name}: {value}, limit {limits.get(name)}"
             for name, value in values.items()
-            if exceeds(value, limits.get(name))
+            if exceeds(name, value, limits.get(name))
         ]
         print(*(worse or ["structure: no figure is above its limit"]), sep="\n")
         raise SystemExit(bool(worse))
