@@ -543,7 +543,7 @@ class MoonshotPruner:
         return address
 
     def _companions(self) -> tuple[Any, ...]:
-        """What is saved with the model."""
+        """Objects whose `save_pretrained` is called beside the model's."""
         return self.tokenizer, self.processor, self._side_files
 
     def _swept(self) -> Sweep:

@@ -1,4 +1,4 @@
-"""What a model was loaded from: the quantization that transformers undid, and the weights that it did not load.
+"""The checkpoint of a model: the quantization that transformers undid, and the weights that it did not load.
 
 FP8, MXFP4 and GGUF checkpoints become ordinary 16-bit models, but transformers would convert them back while saving.
 Weights for which a class has no modules (`mtp.*` of Qwen3-Next, layer 61 of DeepSeek-V3) are only in the files; other

@@ -24,7 +24,7 @@ from ..errors import MoonshotError, require
 from ..model.calls import first_tensor, recorded, run_model, without_caches
 from ..model.layers import by_module, onloaded_in_turn, onloading_in, visited
 from ..model.mixtures import Mixtures
-from ..model.model_info import Edit, edited, whole_numbers
+from ..model.model_info import Edit, edited, last_line, on_meta_device, whole_numbers
 from ..model.offload import RESIDENT, Offloaded, Weights, mark_written
 from ..objective.patterns import Experts
 
@@ -250,17 +250,14 @@ def _search(
     cls, reason = type(model), ""
     counting = [name for name, value in whole_numbers(model.config) if value == mixtures.count]
     counting.sort(key=lambda name: "expert" not in name)  # likely names first
-    with torch.device("meta"):
-        base = cls(edited(model.config, {}))
+    base = on_meta_device(cls, edited(model.config, {}))
     for number in range(1, min(MOST_FIELDS, len(counting)) + 1):
         for chosen in combinations(counting, number):
             edit = dict.fromkeys(chosen, left)
             try:
-                with torch.device("meta"):
-                    small = cls(edited(model.config, edit))
+                small = on_meta_device(cls, edited(model.config, edit))
             except Exception as error:  # a model may refuse its configuration in any way
-                message = str(error).strip().rpartition("\n")[2].strip()
-                reason = reason or (f" ({message})" if all("expert" in name for name in chosen) else "")
+                reason = reason or (f" ({last_line(error)})" if all("expert" in name for name in chosen) else "")
                 continue
             sliced = _explained(model, mixtures, base, small, left)
             if sliced is not None:

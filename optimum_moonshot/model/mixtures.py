@@ -224,7 +224,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
 
 @dataclass(eq=False)
 class _Trial:
-    """What the calls of a module of experts show: the number of experts of a token, or the reason of a failure."""
+    """The findings from the calls of a module of experts: the experts of a token, or the reason of a failure."""
 
     mixture: Mixture
     first: MixtureCall | None = None

@@ -38,6 +38,11 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def text_setting(model: nn.Module, name: str) -> int:
+    """A number in the configuration of the language model; 0 if it has none."""
+    return getattr(text_config(model), name, None) or 0
+
+
 def embedded_tokens(model: nn.Module) -> int | None:
     """Number of token embeddings of a model; None if it does not return them."""
     try:

@@ -17,7 +17,7 @@ from ..errors import require
 from ..kernels import Library, find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .bitmask import check_packed, find_offsets, find_window, is_nm, pack, packed_bytes, select_rows, unpack
-from .codec import Codec, Parts, Shape, Verdict
+from .codec import Codec, Parts, Shape, Verdict, register_operators
 from .timing import kernel_lacks, kernel_name, timed_verdict
 
 # What is computed once for a matrix: the results of `find_window` (-1: not computed) and of `find_offsets` (None: not
@@ -260,17 +260,17 @@ def _gradients_grouped(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, None
 
 
-for _name, _compute, _fake in (
-    ("packed_linear", _product, lambda x, _, meta, *rest: x.new_empty(*x.shape[:-1], meta.shape[0])),
-    ("packed_product", _product, lambda x, _, meta, *rest: x.new_empty(*x.shape[:-1], meta.shape[0])),
-    ("packed_transposed", _transposed, lambda y, _, meta, offsets, d_in, w: y.new_empty(*y.shape[:-1], d_in)),
-    ("packed_grouped", _grouped, lambda x, n, _, meta, *rest: x.new_empty(x.shape[0], meta.shape[0] // n.shape[0])),
-    ("packed_grouped_transposed", _grouped_transposed, lambda y, *rest: y.new_empty(y.shape[0], rest[-1])),
-):
-    _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moonshot::{_name}", _fake, lib=_library)
-for _name, _backward, _setup in (
-    ("packed_linear", _gradients, _remember),
-    ("packed_grouped", _gradients_grouped, _remember_grouped),
-):
-    torch.library.register_autograd(f"moonshot::{_name}", _backward, setup_context=_setup, lib=_library)
+register_operators(
+    _library,
+    (
+        ("packed_linear", _product, lambda x, _, meta, *rest: x.new_empty(*x.shape[:-1], meta.shape[0])),
+        ("packed_product", _product, lambda x, _, meta, *rest: x.new_empty(*x.shape[:-1], meta.shape[0])),
+        ("packed_transposed", _transposed, lambda y, _, meta, offsets, d_in, w: y.new_empty(*y.shape[:-1], d_in)),
+        ("packed_grouped", _grouped, lambda x, n, _, meta, *rest: x.new_empty(x.shape[0], meta.shape[0] // n.shape[0])),
+        ("packed_grouped_transposed", _grouped_transposed, lambda y, *rest: y.new_empty(y.shape[0], rest[-1])),
+    ),
+    (
+        ("packed_linear", _gradients, _remember),
+        ("packed_grouped", _gradients_grouped, _remember_grouped),
+    ),
+)

@@ -8,7 +8,7 @@ To add a format, add a file with a subclass of `Codec`, and one line in ``__init
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -190,3 +190,22 @@ def suffixes() -> tuple[str, ...]:
 def weight_of(stored: str) -> str:
     """The weight of a stored tensor: its name without the suffix of a format."""
     return next((stored.removesuffix(suffix) for suffix in suffixes() if stored.endswith(suffix)), stored)
+
+
+def register_operators(
+    library: torch.library.Library,
+    products: Sequence[tuple[str, Callable[..., Any], Callable[..., Any]]],
+    gradients: Sequence[tuple[str, Callable[..., Any], Callable[..., Any]]],
+) -> None:
+    """Implement the operators that a library of the namespace "moonshot" has defined.
+
+    Args:
+        library: with the signatures.
+        products: the name of each operator, its function, and the one that gives its output's shape.
+        gradients: the name of each differentiable operator, its backward pass, and the one that saves its context.
+    """
+    for name, compute, fake in products:
+        library.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"moonshot::{name}", fake, lib=library)
+    for name, backward, remember in gradients:
+        torch.library.register_autograd(f"moonshot::{name}", backward, setup_context=remember, lib=library)

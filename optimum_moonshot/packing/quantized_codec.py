@@ -21,7 +21,7 @@ from ..kernels import QuantizedMatrix, find_gpu_kernels, find_library
 from ..objective.grid import BITS, BLOCK, DTYPES, Grid
 from ..objective.patterns import NM
 from ..objective.row_slices import split_range
-from .codec import INPUTS, Codec, Parts, Shape, Verdict
+from .codec import INPUTS, Codec, Parts, Shape, Verdict, register_operators
 from .quantized import (
     check_packed,
     find_offsets,
@@ -327,17 +327,17 @@ def _gradients_grouped(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, None, None, None, None, None
 
 
-for _name, _compute, _fake in (
-    ("quantized_linear", _product, lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0])),
-    ("quantized_product", _product, lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0])),
-    ("quantized_grouped", _grouped, lambda x, n, _, s, *rest: x.new_empty(x.shape[0], s.shape[0] // n.shape[0])),
-    ("quantized_transposed", _transposed, lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1])),
-    ("quantized_grouped_transposed", _grouped_transposed, lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1])),
-):
-    _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moonshot::{_name}", _fake, lib=_library)
-for _name, _backward, _setup in (
-    ("quantized_linear", _gradients, _remember),
-    ("quantized_grouped", _gradients_grouped, _remember_grouped),
-):
-    torch.library.register_autograd(f"moonshot::{_name}", _backward, setup_context=_setup, lib=_library)
+register_operators(
+    _library,
+    (
+        ("quantized_linear", _product, lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0])),
+        ("quantized_product", _product, lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0])),
+        ("quantized_grouped", _grouped, lambda x, n, _, s, *rest: x.new_empty(x.shape[0], s.shape[0] // n.shape[0])),
+        ("quantized_transposed", _transposed, lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1])),
+        ("quantized_grouped_transposed", _grouped_transposed, lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1])),
+    ),
+    (
+        ("quantized_linear", _gradients, _remember),
+        ("quantized_grouped", _gradients_grouped, _remember_grouped),
+    ),
+)

@@ -14,13 +14,20 @@ from ..errors import MoonshotError, Text, reason, require
 from ..model.calls import Forward, frozen, model_device
 from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
-from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
+from ..model.model_info import (
+    embedded_tokens,
+    max_positions,
+    reads_images_and_text,
+    takes_images,
+    text_setting,
+    vocabulary_size,
+)
 from ..pipeline.block_sequences import find_block_sequences
 from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint
-from .run_spec import OffloadedBlocks, RunSpec, module_bytes, text_setting
+from .run_spec import OffloadedBlocks, RunSpec, module_bytes
 
 CPU = torch.device("cpu")
 Sequences = tuple[list[tuple[Block, ...]], list[Block]]  # of blocks, and the blocks in none

@@ -8,13 +8,14 @@ from torch import nn
 from ..allocate.loss_curves import SampledRows, sampled_count, sampled_rows, trial_patterns
 from ..calibration.accumulators import GradientPlan
 from ..model.layers import Block, PrunableLayer
+from ..model.model_info import text_setting
 from ..pipeline.spec import StatisticsSpec
 from ..recover.run import Placement, TrainingBytes
 from ..recover.student import changes_structure, trainable
 from ..recover.tuning import part_size
 from .memory import Allocation, MemoryTrace, count_blocks
 from .report import DISK, HOST
-from .run_spec import RunSpec, module_bytes, pattern_of, problem_size, text_setting, weight_bytes
+from .run_spec import RunSpec, module_bytes, pattern_of, problem_size, weight_bytes
 
 # Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1

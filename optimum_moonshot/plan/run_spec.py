@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,13 +53,6 @@ def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) ->
 def module_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once."""
     return sum({id(each): each.nbytes for each in (*module.parameters(), *module.buffers())}.values())
-
-
-def text_setting(model: nn.Module, name: str) -> int:
-    """A number in the configuration of the language model; 0 if it has none."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, name, None) or 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a recovery trains: float32 masters of the tensors of a block, or of all parameters of a copy of the model.
+"""Masters that a recovery trains: float32 tensors of a block, or of all parameters of a copy of the model.
 
 The model itself does not change. Zeros of pruned matrices have zero gradients, and so stay zeros.
 

@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from ..errors import MAX_INT, MoonshotError, check_path, require
 from ..files import read_json, replace_file
@@ -47,9 +47,21 @@ def load_json(from_dict: Callable[[Any], Report], subject: str, path: str | os.P
         raise MoonshotError(f"{path} is damaged: it is not the report of {subject} ({error})") from None
 
 
-def with_tuples(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The fields of an object, with tuples for some of its lists."""
-    return {name: tuple(value) if name in names and value is not None else value for name, value in values.items()}
+class JsonFields:
+    """A dataclass that is written as JSON, and read from it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert it to JSON types; `from_dict` is the inverse."""
+        return dataclasses.asdict(cast(Any, self))
+
+    @classmethod
+    def from_dict(cls: type[Report], values: Mapping[str, Any]) -> Report:
+        """The inverse of `to_dict`.
+
+        Raises:
+            MoonshotError: a field that is missing, unknown, or of another type.
+        """
+        return cast(Report, check_fields(cls, values))
 
 
 def check_fields(cls: Any, values: Any, where: str = "") -> Any:

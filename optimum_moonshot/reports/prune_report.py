@@ -11,7 +11,7 @@ from ..errors import require
 from ..objective.quadratic import RelativeLoss
 from ..rotate.report import RotationReport
 from ..shrink.report import ShrinkReport
-from .json_files import Amount, Count, Fraction, Size, check_fields, check_value, load_json, save_json
+from .json_files import Amount, Count, Fraction, JsonFields, Size, check_fields, check_value, load_json, save_json
 from .measurement import Measured
 from .tables import text_table
 
@@ -42,7 +42,7 @@ class ExpertChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerReport:
+class LayerReport(JsonFields):
     """One pruned matrix, or a mixture with fewer experts. Losses are relative, L(W)/L(0): 0 is the dense layer, 1 an
     empty one.
 
@@ -73,11 +73,6 @@ class LayerReport:
     experts: ExpertChoice | None = None  # of a mixture with fewer experts
     expert_targets: tuple[Fraction, Fraction] | None = None  # minimum and maximum, if each expert has its own
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
-        """From the JSON of `dataclasses.asdict`."""
-        return check_fields(cls, values)
-
     def _notes(self) -> str:
         """The notes in the table, with the removed experts, or the sparsities of experts if they differ."""
         notes = [self.experts.line()] if self.experts else []
@@ -93,7 +88,7 @@ MODEL = "model"  # the name of the whole model among recovered blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockReport:
+class BlockReport(JsonFields):
     """One recovered block. Losses are |output - dense output|² / |dense output|², the mean over the tokens of held-out
     samples, with the preceding blocks recovered. For the distilled `MODEL` they are the divergence from the dense
     model's predictions, in nats per token, or half such a distance from its embeddings.
@@ -112,11 +107,6 @@ class BlockReport:
         change = f"loss {self.loss_before:.4f} → {self.loss_after:.4f}"
         done = "distilled" if self.name == MODEL else f"recovered {self.name}"
         return f"{done}: {change} in {self.steps} steps, {self.seconds:.1f} s{notes}"
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
-        """From the JSON of `dataclasses.asdict`."""
-        return check_fields(cls, values)
 
 
 class _Evaluation(TypedDict):

@@ -2,21 +2,21 @@
 
 import argparse
 import time
+from typing import TYPE_CHECKING, Any
 
+from ..commands.change import change_and_save
 from ..commands.common import (
     add_data_option,
     add_model_options,
     add_offload_option,
     add_output_options,
-    check_data,
-    find_device,
     import_modules,
-    load_pruner,
-    pruner_metric,
 )
-from ..commands.launch import is_first
-from ..commands.method_options import add_calibration_options, add_method_options, calibration_source, make_config
-from ..commands.output import RESUMED_HELP, open_output
+from ..commands.method_options import add_calibration_options, add_method_options, make_config
+from ..commands.output import RESUMED_HELP, Output
+
+if TYPE_CHECKING:
+    from ..pruner import MoonshotPruner
 
 # Options that have no effect without pruning.
 WITHOUT = (
@@ -48,17 +48,8 @@ def rotate(args: argparse.Namespace) -> None:
     import_modules(args.imports)
     args.rotation = getattr(args, "rotation", "learned")
     config = make_config(args)
-    device = find_device(args.device)
-    calibration = calibration_source(args, config) or "c4"
-    check_data("eval", args.eval)
-    with open_output(args) as output:
-        pruner = load_pruner(args, config, device)
-        metric = pruner_metric(pruner)
-        before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
-        report = pruner.rotate(calibration, progress=True, resume_dir=output.work())
-        lines = [report.line(), *metric.changes(before)]
-        output.begin()
-        pruner.save_pretrained(output.path)
-        output.finish()
-    if is_first():
-        print(*lines, f"saved       {args.output}", f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+
+    def change(pruner: "MoonshotPruner", calibration: Any, output: Output) -> list[str]:
+        return [pruner.rotate(calibration, progress=True, resume_dir=output.work()).line()]
+
+    change_and_save(args, config, start, change)

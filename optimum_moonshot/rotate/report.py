@@ -4,13 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..reports.json_files import Amount, Count, check_fields, load_json, save_json
+from ..reports.json_files import Amount, Count, JsonFields, load_json, save_json
 
 ROTATION_NAME = "moonshot_rotation.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class RotationReport:
+class RotationReport(JsonFields):
     """A change of a model's basis, which preserves its function.
 
     The objective is the fraction of the scores of all weights that pruning would remove: the mean over the matrices of
@@ -62,19 +62,6 @@ class RotationReport:
         changed = {"layers_permuted": len(self.permuted), "layers_scaled": len(self.scales)}
         changed = {name: count for name, count in changed.items() if count}
         return {"rotations": self.rotations, **changed, **{name: getattr(self, name) for name in names}}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types; `from_dict` is its inverse."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "RotationReport":
-        """The inverse of `to_dict`.
-
-        Raises:
-            MoonshotError: a field that is missing, unknown, or of another type.
-        """
-        return check_fields(cls, values)
 
     def save(self, folder: str | Path) -> Path:
         """Write moonshot_rotation.json into a folder."""

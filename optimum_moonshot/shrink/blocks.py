@@ -30,7 +30,7 @@ from torch.nn.functional import cosine_similarity
 from ..calibration.statistic import NOT_FINITE
 from ..distributed.ranks import Ranks
 from ..errors import require
-from ..model.calls import first_tensor, frozen, split_hidden
+from ..model.calls import first_tensor, frozen, hook_gradient, split_hidden
 from ..model.layers import Block, PrunableLayer
 from ..objective.linalg import all_finite
 from ..objective.patterns import Experts
@@ -235,9 +235,6 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
         hidden, after = split_hidden(args, kwargs)[0], first_tensor(output)
         message = f"{name}: it maps {list(hidden.shape)} to {list(after.shape)}, so it cannot be removed"
         require(hidden.shape == after.shape, message)
-        begins = not after.requires_grad
-        if begins:  # the first block; a clone, since the model may change it in place, which a leaf does not allow
-            after = after.detach().requires_grad_(True).clone()
         change, sums = (hidden - after).detach(), self.sums[name]
         sums.add(hidden.detach(), after.detach(), self._mask)
         slopes = torch.zeros(change.shape[:-1].numel(), dtype=torch.float64)
@@ -246,10 +243,8 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
         def add(delta: Tensor) -> None:
             slopes.copy_((change.float() * delta.float()).sum(-1).flatten())
 
-        after.register_hook(add)
-        if not begins:
-            return None
-        return after if isinstance(output, Tensor) else (after, *output[1:])
+        start = hook_gradient(after, add)  # of the graph, at the first block
+        return start if start is None or isinstance(output, Tensor) else (start, *output[1:])
 
 
 def _merge(observer: BlockObserver, ranks: Ranks) -> None:

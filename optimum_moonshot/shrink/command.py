@@ -2,22 +2,15 @@
 
 import argparse
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..commands.common import (
-    add_data_option,
-    add_model_options,
-    add_output_options,
-    check_data,
-    find_device,
-    import_modules,
-    load_pruner,
-    pruner_metric,
-    usage_errors,
-)
-from ..commands.launch import is_first
-from ..commands.method_options import add_calibration_options, add_method_options, calibration_source, make_config
-from ..commands.output import RESUMED_HELP, open_output
+from ..commands.change import change_and_save
+from ..commands.common import add_data_option, add_model_options, add_output_options, import_modules, usage_errors
+from ..commands.method_options import add_calibration_options, add_method_options, make_config
+from ..commands.output import RESUMED_HELP, Output
+
+if TYPE_CHECKING:
+    from ..pruner import MoonshotPruner
 
 # Options that the target determines, or that structured pruning does not have.
 WITHOUT = (
@@ -72,23 +65,13 @@ def shrink(args: argparse.Namespace) -> None:
         check_batch_shape(args.batch_shape)
     args.solver, args.pattern, args.sparsity = getattr(args, "solver", "osscar"), "structured", 0.0
     config = make_config(args)
-    device = find_device(args.device)
-    calibration = calibration_source(args, config) or "c4"
-    check_data("eval", args.eval)
-    with open_output(args) as output:
-        pruner = load_pruner(args, config, device)
-        metric = pruner_metric(pruner)
-        before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
-        resumed: Path = output.work(several=True)
+
+    def change(pruner: "MoonshotPruner", calibration: Any, output: Output) -> list[str]:
         options = {"batch_shape": tuple(args.batch_shape), "hidden_multiple": args.hidden_multiple}
-        report = pruner.shrink(calibration, **target, **options, resume_dir=resumed)
-        assert pruner.report is not None
-        lines = [report.table(), "", *pruner_metric(pruner).changes(before, pruner.report.record)]
-        output.begin()
-        pruner.save_pretrained(output.path)
-        output.finish()
-    if is_first():
-        print(*lines, f"saved       {args.output}", f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+        report = pruner.shrink(calibration, **target, **options, resume_dir=output.work(several=True))
+        return [report.table(), ""]
+
+    change_and_save(args, config, start, change)
 
 
 def _number(size: str | None) -> float | str | None:

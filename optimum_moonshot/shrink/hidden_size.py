@@ -25,7 +25,7 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
 from ..model.calls import check_usable, close, evaluation_mode, model_device, run_model, to_device
 from ..model.compaction import build_smaller
-from ..model.model_info import edited, whole_numbers
+from ..model.model_info import edited, on_meta_device, whole_numbers
 from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare
 from ..pipeline.selection import Subject, check_dense, select
@@ -165,8 +165,7 @@ def _configuration(
     for edit in _edits(model.config, width, hidden_size):
         try:
             trial = edited(model.config, edit)
-            with torch.device("meta"):
-                small = type(model)(trial)
+            small = on_meta_device(type(model), trial)
         except Exception as error:  # a model may refuse its configuration in any way
             why = why or reason(error)
             continue

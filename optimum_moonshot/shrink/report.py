@@ -1,10 +1,9 @@
 """The report of a decision: which parts of a model leave, at which predicted loss, and the alternatives."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-from ..reports.json_files import Size, check_fields, with_tuples
+from ..reports.json_files import JsonFields, Size
 from ..reports.tables import text_table
 
 
@@ -17,14 +16,9 @@ class Candidate:
     loss: float  # predicted increase of the mean calibration loss
     cost: float  # in the unit of the target
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Candidate":
-        """From the JSON of `dataclasses.asdict`."""
-        return cls(**with_tuples(values, "allowed"))
-
 
 @dataclasses.dataclass(frozen=True)
-class ShrinkReport:
+class ShrinkReport(JsonFields):
     """The decision of `MoonshotPruner.shrink`.
 
     Losses are increases of the mean loss on the calibration data, in nats per token for a language model.
@@ -83,21 +77,3 @@ class ShrinkReport:
         hidden = {} if self.hidden_size is None else {"hidden_size": list(self.hidden_size)}
         parts = {"blocks": list(self.blocks), "widths": widths, **hidden}
         return {**target, **parts, "predicted_loss": self.chosen.loss}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the report to JSON types; `from_dict` is the inverse."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ShrinkReport":
-        """The inverse of `to_dict`.
-
-        Raises:
-            MoonshotError: a field that is missing, unknown, or of another type.
-        """
-        check_fields(cls, values)
-        fields = with_tuples(dict(values), "blocks", "parameters", "bytes", "hidden_size", "batch_shape", "seconds")
-        fields["chosen"] = Candidate.from_dict(values["chosen"])
-        fields["considered"] = tuple(map(Candidate.from_dict, values["considered"]))
-        fields["widths"] = {name: tuple(change) for name, change in values["widths"].items()}
-        return cls(**fields)

@@ -73,14 +73,6 @@ class Trials:
     ):
         config = prepared.selection.config
         self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
-        data = prepared.calibration
-        spread = (spread_samples(data.batches, count) for count in (SAMPLES, FEW))
-        self.measuring, self.comparing = (
-            dataclasses.replace(
-                self.prepared, data=dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
-            )
-            for batches in spread
-        )
         self.blocks = [module for _, module in find_blocks(prepared.model)]
         self.refused = dict[str, str]()  # numbers of blocks that cannot leave, with the reason
         self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
@@ -88,8 +80,16 @@ class Trials:
         parts = run_parts(prepared, prepared.selection)
         kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
         self.measurements = Measurements(kept, parts)
-        for samples in (self.measuring, self.comparing):
-            remember_outputs(samples)
+        self.measuring, self.comparing = self._on(SAMPLES), self._on(FEW)
+
+    def _on(self, count: int) -> Prepared:
+        """The run on at most so many samples, with the outputs of the dense model if losses need them."""
+        data = self.prepared.calibration
+        batches = spread_samples(data.batches, count)
+        data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
+        prepared = dataclasses.replace(self.prepared, data=data)
+        remember_outputs(prepared)
+        return prepared
 
     def loss(
         self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False

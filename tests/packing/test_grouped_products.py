@@ -5,10 +5,9 @@ import reference_packing as reference
 import torch
 from grid_matrices import on_grid, random_matrix
 
-from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Codec, bitmask, bitmask_codec, find_codec, quantized, quantized_codec
+from optimum_moonshot.packing import Codec, find_codec
 
 GROUPS, D_OUT = 5, 7
 FORMATS = [  # name, pattern, d_in, and whether all weights are stored
@@ -26,15 +25,6 @@ COUNTS = {
     "rows of no group": [2, 0, 1, 0, 0],
     "none": [0, 0, 0, 0, 0],
 }
-
-
-@pytest.fixture(params=["library", "torch"])
-def route(request, monkeypatch):
-    if request.param == "torch":
-        for module in (bitmask, bitmask_codec, quantized, quantized_codec):
-            monkeypatch.setattr(module, "find_library", lambda: None)
-    elif find_library() is None:
-        pytest.skip("installed without a C compiler")
 
 
 def stack(name, pattern, d_in, full, dtype=torch.float32):

@@ -14,7 +14,7 @@ from torch.nn import functional
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask, bitmask_codec, find_codec, quantized, quantized_codec, timing
+from optimum_moonshot.packing import bitmask_codec, find_codec, quantized_codec, timing
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 FORMATS = [("bitmask", None), ("bitmask", NM(2, 4)), ("int4g64", None), ("int4g64", NM(2, 4)), ("int4g64", NM(4, 4))]
@@ -22,17 +22,6 @@ INTEGERS = FORMATS[2:]
 CODECS = {"bitmask": bitmask_codec, "int4g64": quantized_codec}
 LINEAR = {"bitmask": torch.ops.moonshot.packed_linear, "int4g64": torch.ops.moonshot.quantized_linear}
 ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-@pytest.fixture(params=["library", "torch"])
-def route(request, monkeypatch):
-    """With the compiled library, and without."""
-    if request.param == "torch":
-        for module in (bitmask, bitmask_codec, quantized, quantized_codec):
-            monkeypatch.setattr(module, "find_library", lambda: None)
-    elif find_library() is None:
-        pytest.skip("installed without a C compiler")
-    return request.param
 
 
 def pair(name, pattern, dtype=torch.float32, d_out=24, d_in=200, bias=True, inputs="float"):

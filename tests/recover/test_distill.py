@@ -7,7 +7,7 @@ import torch
 from marks import slow
 from models import image_batches, make, token_batches
 from offloaded_models import offloaded
-from recovery_runs import SAMPLES, assert_no_hooks, interrupt, same, state, without_seconds
+from recovery_runs import SAMPLES, assert_no_hooks, assert_repeatable, interrupt, same, state, without_seconds
 from recovery_runs import prune as prune_and_recover
 from test_grid_recovery import assert_on_grid
 from torch import nn
@@ -192,16 +192,7 @@ def prune_config():
 
 
 def test_two_runs_are_bit_identical_and_leave_the_random_state():
-    first, second, other = make("llama"), make("llama"), make("llama")
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    prune(first)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(6)
-    prune(second)
-    assert same(second, state(first))
-    prune(other, seed=1)
-    assert not same(other, state(first))
+    assert_repeatable(prune)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from recovery_runs import (
     SAMPLES,
     assert_no_hooks,
     assert_recovered,
+    assert_repeatable,
     assert_shared_as_pruned,
     blocks_of,
     interrupt,
@@ -304,14 +305,7 @@ def test_the_partition_does_not_change_the_result(monkeypatch):
 
 @pytest.mark.slow
 def test_two_runs_are_bit_identical_and_leave_the_random_state():
-    first, second, other = make("llama"), make("llama"), make("llama")
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    prune(first)
-    assert torch.equal(torch.get_rng_state(), before)
-    prune(second)
-    prune(other, seed=1)
-    assert same(second, state(first)) and not same(other, state(first))
+    assert_repeatable(prune)
 
 
 @pytest.mark.slow

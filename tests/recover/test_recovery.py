@@ -11,6 +11,7 @@ from recovery_runs import (
     SAMPLES,
     assert_no_hooks,
     assert_recovered,
+    assert_repeatable,
     assert_shared_as_pruned,
     blocks_of,
     interrupt,
@@ -115,16 +116,7 @@ def test_half_precision_models_are_tuned_in_float32(dtype, monkeypatch):
 
 
 def test_two_runs_are_bit_identical_and_leave_the_random_state():
-    first, second, other = make("llama"), make("llama"), make("llama")
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    prune(first)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(6)
-    prune(second)
-    assert same(second, state(first))
-    prune(other, seed=1)
-    assert not same(other, state(first))
+    assert_repeatable(prune)
 
 
 def test_the_batch_size_does_not_change_the_result():

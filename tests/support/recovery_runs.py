@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from models import token_batches
+from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.layers import find_structure
@@ -27,6 +27,20 @@ def state(model):
 
 def same(model, expected):
     return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def assert_repeatable(prune):
+    """Two runs of `prune(model, **changes)` are bit-identical for any random state, which they leave as it was."""
+    first, second, other = make("llama"), make("llama"), make("llama")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    prune(first)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    prune(second)
+    assert same(second, state(first))
+    prune(other, seed=1)
+    assert not same(other, state(first))
 
 
 def without_seconds(report):

@@ -1,0 +1,17 @@
+"""Fixtures of the packed products."""
+
+import pytest
+
+from optimum_moonshot.kernels import find_library
+from optimum_moonshot.packing import bitmask, bitmask_codec, quantized, quantized_codec
+
+
+@pytest.fixture(params=["library", "torch"])
+def route(request, monkeypatch):
+    """With the compiled library, and without."""
+    if request.param == "torch":
+        for module in (bitmask, bitmask_codec, quantized, quantized_codec):
+            monkeypatch.setattr(module, "find_library", lambda: None)
+    elif find_library() is None:
+        pytest.skip("installed without a C compiler")
+    return request.param
