@@ -121,7 +121,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
 
     def noted(*arguments):
         chains = real(*arguments)
-        result["chains"] = [len(chain) for chain in chains.sequential]
+        result["chains"] = [len(chain.blocks) for chain in chains.sequential]
         result["loose"] = [block.name for block in chains.non_sequential]
         return chains
 

@@ -22,7 +22,7 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import onloaded_in_turn
 from optimum_moonshot.model.losses import sample_losses
 from optimum_moonshot.pipeline.block_probe import Extras, passing_on
-from optimum_moonshot.pipeline.block_sequences import is_sequential
+from optimum_moonshot.pipeline.block_sequences import find_sequence
 from optimum_moonshot.pipeline.inputs import Prepared
 
 # Samples, and most sets of blocks of which `BlockLosses.select` predicts all.
@@ -46,7 +46,7 @@ class BlockLosses:
         self.batches = spread_samples(prepared.calibration.batches, SAMPLES)
         self.samples = sample_count(self.batches)
         with frozen(model), torch.no_grad(), onloaded_in_turn(self.blocks):
-            sequential = prepared.block_probe is not None or is_sequential(
+            sequential = prepared.block_probe is not None or find_sequence(
                 model, self.blocks, prepared.probe, False, loss
             )
             require(sequential, "its blocks are no sequence, so that their losses cannot be predicted", field="model")

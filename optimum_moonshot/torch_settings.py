@@ -23,16 +23,21 @@ def usual_settings() -> Iterator[None]:
 
     The states of torch's random number generators are restored on exit.
     """
-    autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        stack.enter_context(Shared(usual_settings, _process_settings))
-        for kind in autocast:
-            stack.callback(torch.clear_autocast_cache)  # it may have copies of weights that have changed
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.enable_grad())
+    with ExitStack() as undo:
+        use_usual_settings(undo)
         yield
+
+
+def use_usual_settings(undo: ExitStack) -> None:
+    """Like `usual_settings`, until `undo` closes."""
+    autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    undo.enter_context(Shared(usual_settings, _process_settings))
+    for kind in autocast:
+        undo.callback(torch.clear_autocast_cache)  # it may have copies of weights that have changed
+        undo.enter_context(torch.autocast(kind, enabled=False))
+    if torch.get_default_device().type != "cpu":
+        undo.enter_context(torch.device("cpu"))
+    undo.enter_context(torch.enable_grad())
 
 
 def _process_settings(stack: ExitStack) -> None:

@@ -9,7 +9,7 @@ from ..calibration.observer import Observer
 from ..model.layers import PrunableLayer
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
-from ..pipeline.model_pipeline import streamed
+from ..pipeline.model_pipeline import block_sequences, walk_over
 from ..pipeline.stages import FullModelPipeline, Stage
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
@@ -77,4 +77,9 @@ class _ForwardPass:
         layers = structure.outside if offloaded else prepared.selection.layers
         bar = progress_bar(prepared.batches, desc="outliers", unit="batch", shown=prepared.subject.progress)
         full = FullModelPipeline(prepared.model, structure.blocks, bar, False, prepared.subject.loss, layers)
-        return itertools.chain(streamed(prepared, prepared.batches, False) if offloaded else (), full)
+        if not offloaded:
+            return iter(full)
+        (sequence,) = block_sequences(prepared, False).sequential
+        walk = walk_over(prepared, sequence, prepared.batches, False)
+        walk.capture()
+        return itertools.chain(walk.stages(), full)

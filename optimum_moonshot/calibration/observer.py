@@ -290,7 +290,7 @@ class Observer(AbstractContextManager["Observer"]):
 
     def __enter__(self) -> "Observer":
         for layer in self.layers:
-            self._hooks.enter_context(layer.watched(partial(self._observe, layer)))
+            layer.watch(partial(self._observe, layer), self._hooks)
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -67,6 +67,6 @@ def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: in
 
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(layer.watched(partial(see, layer.name)))
+            layer.watch(partial(see, layer.name), stack)
         run()
     return calls

@@ -19,7 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from logging import getLogger
@@ -411,8 +411,7 @@ def shards(count: int, processes: int) -> list[range]:
 SINGLE_PROCESS = Ranks()
 
 
-@contextmanager
-def processes() -> Iterator[Ranks]:
+def processes() -> AbstractContextManager[Ranks]:
     """The processes of the default group, all of which enter; `SINGLE_PROCESS` without a group.
 
     A process that fails inside stops the others with its reason; all wait at the end until every process is done.
@@ -420,9 +419,11 @@ def processes() -> Iterator[Ranks]:
     Raises:
         MoonshotError: another process failed or died.
     """
-    if not several():
-        yield SINGLE_PROCESS
-        return
+    return _group() if several() else nullcontext(SINGLE_PROCESS)
+
+
+@contextmanager
+def _group() -> Iterator[Ranks]:
     group = RunGroup(f"call {next(_calls)}", _RUN)
     try:
         group.open()

@@ -34,45 +34,44 @@ class BlockCall:
     hidden: Tensor  # cached input of the block; empty while there is none
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; restores every module's mode on exit."""
-    training = {module: module.training for module in model.modules()}
-    try:
+def evaluation_mode(model: nn.Module) -> ExitStack:
+    """Put a model in evaluation mode; exiting the returned context restores every module's mode."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         model.eval()
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+        return stack.pop_all()
 
 
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without parameter gradients; restores both on exit."""
+def frozen(model: nn.Module) -> ExitStack:
+    """Put a model in evaluation mode without parameter gradients; exiting the returned context restores both."""
     # By name: accelerate creates another parameter object for each call.
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    try:
-        model.requires_grad_(False)
-        with evaluation_mode(model), torch.enable_grad():
-            yield
-    finally:
+
+    def restore() -> None:
         for name, parameter in model.named_parameters():
             if name in names:
                 parameter.requires_grad_(True)
 
+    with ExitStack() as stack:
+        stack.callback(restore)
+        model.requires_grad_(False)
+        stack.enter_context(evaluation_mode(model))
+        stack.enter_context(torch.enable_grad())
+        return stack.pop_all()
 
-@contextmanager
-def calling(module: nn.Module, call: Callable[..., Any], attribute: str = "forward") -> Iterator[None]:
-    """Replace the module's `forward`, around which hooks still run, or `CALL`, which they are a part of."""
+
+def replace_call(module: nn.Module, call: Callable[..., Any], undo: ExitStack, attribute: str = "forward") -> None:
+    """Replace the module's `forward`, around which hooks still run, or `CALL`, which they are a part of.
+
+    Closing `undo` restores it.
+    """
     original = vars(module).get(attribute)  # accelerate sets one
     setattr(module, attribute, call)
-    try:
-        yield
-    finally:
-        if original is None:
-            delattr(module, attribute)
-        else:
-            setattr(module, attribute, original)
+    if original is None:
+        undo.callback(delattr, module, attribute)
+    else:
+        undo.callback(setattr, module, attribute, original)
 
 
 @contextmanager
@@ -128,18 +127,14 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
-@contextmanager
-def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Inside the context `run_model` calls the model through `forward`, if it is not None."""
-    if forward is None:
-        yield
-        return
-    require(callable(forward), "pass a function of model and inputs", field="forward", value=forward)
-    _FORWARDS[model] = forward
-    try:
-        yield
-    finally:
-        del _FORWARDS[model]
+def called_by(model: nn.Module, forward: Forward | None) -> ExitStack:
+    """Let `run_model` call the model through `forward`, if it is not None, until the returned context exits."""
+    stack = ExitStack()
+    if forward is not None:
+        require(callable(forward), "pass a function of model and inputs", field="forward", value=forward)
+        _FORWARDS[model] = forward
+        stack.callback(_FORWARDS.pop, model)
+    return stack
 
 
 def forward_of(model: nn.Module) -> Forward | None:

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import require
-from ..torch_settings import Shared, usual_settings
-from .calls import CALL, calling, model_device
+from ..torch_settings import Shared, use_usual_settings
+from .calls import CALL, model_device, replace_call
 
 # Modules whose wrappers around a forward are removed; functools.wraps gives a wrapper the name of what it wraps.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
@@ -29,9 +29,16 @@ def isolated(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         MoonshotError: a module inside was replaced by a compiled one.
     """
+    with ExitStack() as undo:
+        yield isolate(model, undo)
+
+
+def isolate(model: nn.Module, undo: ExitStack) -> nn.Module:
+    """Like `isolated`, until `undo` closes."""
     model = uncompiled(model)
-    with usual_settings(), Shared(model, partial(_leave_out_wrappers, model)):
-        yield model
+    use_usual_settings(undo)
+    undo.enter_context(Shared(model, partial(_leave_out_wrappers, model)))
+    return model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -48,23 +55,19 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return model
 
 
-@contextmanager
-def differentiable_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """A context in which a model on the CPU computes attention without flex attention, which has no backward there.
+def use_differentiable_attention(model: nn.Module, undo: ExitStack) -> tuple[str, ...]:
+    """Let a model on the CPU compute attention without flex attention, which has no backward there.
 
-    Yields a note for the report, if that changes anything.
+    Closing `undo` restores it. Returns a note for the report, if that changes anything.
     """
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     flex = [config for config in configs.values() if getattr(config, _ATTENTION, None) == "flex_attention"]
     flex = flex if flex and model_device(model).type == "cpu" else []
     other = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for config in flex:
+        undo.callback(setattr, config, _ATTENTION, "flex_attention")
         setattr(config, _ATTENTION, other)
-    try:
-        yield (f"attention was computed by {other!r}: flex attention has no backward pass on CPUs",) if flex else ()
-    finally:
-        for config in flex:
-            setattr(config, _ATTENTION, "flex_attention")
+    return (f"attention was computed by {other!r}: flex attention has no backward pass on CPUs",) if flex else ()
 
 
 def _leave_out_wrappers(model: nn.Module, stack: ExitStack) -> None:
@@ -74,7 +77,7 @@ def _leave_out_wrappers(model: nn.Module, stack: ExitStack) -> None:
             wrapped = vars(module).get(attribute)
             original = _unwrapped(wrapped, module)
             if original is not wrapped:
-                stack.enter_context(calling(module, original, attribute))
+                replace_call(module, original, stack, attribute)
 
 
 def _unwrapped(call: Any, module: nn.Module) -> Any:

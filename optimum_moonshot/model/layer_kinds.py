@@ -24,7 +24,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -131,13 +131,10 @@ class PrunableLayer(ABC):
         self.assign(matrix)
         mark_written(self.module, self.key)
 
-    @contextmanager
-    def watched(self, see: See) -> Iterator[None]:
-        """A context in which every call of its modules is passed to a callback."""
-        with ExitStack() as hooks:
-            for module in self.modules:
-                hooks.callback(replace(self, modules=(module,))._watch(see))
-            yield
+    def watch(self, see: See, hooks: ExitStack) -> None:
+        """Pass every call of the layer's modules to a callback, until `hooks` closes."""
+        for module in self.modules:
+            hooks.callback(replace(self, modules=(module,))._watch(see))
 
     def _watch(self, see: See) -> Callable[[], None]:
         """Pass every call of its only module to a callback until the returned function is called."""

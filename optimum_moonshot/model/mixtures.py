@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
-from .calls import Arguments, calling, close, first_tensor, recorded, run_model
+from .calls import Arguments, close, first_tensor, recorded, replace_call, run_model
 from .experts import expert_parameters, routing, with_others
 from .layers import onloaded_in_turn, onloading_in, visited
 
@@ -246,6 +246,7 @@ class _Trial:
             return
         args, kwargs = arguments
         expected = first_tensor(parent(*args, **kwargs))
-        with calling(self.mixture.module, lambda *_, **__: replacement):
+        with ExitStack() as undo:
+            replace_call(self.mixture.module, lambda *_, **__: replacement, undo)
             output = first_tensor(parent(*args, **kwargs))
         require(close(output, expected), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")

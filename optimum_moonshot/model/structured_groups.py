@@ -21,7 +21,7 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
-from .isolation import differentiable_attention
+from .isolation import use_differentiable_attention
 from .layers import PrunableLayer, Structure, differentiated_in_turn, find_structure
 from .model_info import max_positions, vocabulary_size
 
@@ -154,9 +154,10 @@ def _run_probe(model: nn.Module, layers: list[PrunableLayer], inputs: Batch) -> 
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
         return random.clone()  # the model may write to it in place, which a leaf forbids
 
-    with differentiable_attention(model), ExitStack() as hooks:
+    with ExitStack() as undo:
+        use_differentiable_attention(model, undo)
         for layer in layers:
-            hooks.enter_context(layer.watched(replace))
+            layer.watch(replace, undo)
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:

@@ -5,7 +5,7 @@ outputs stay in 16 bits, also those that a backward pass needs, so that no more 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -26,19 +26,15 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, has in supported.items() if torch.backends.mkldnn.is_available() and not has())
 
 
-@contextmanager
-def wide_products(model: nn.Module) -> Iterator[None]:
+def wide_products(model: nn.Module) -> AbstractContextManager[Any]:
     """A context in which `functional.linear` of 16-bit tensors on such a CPU computes in float32, for such a model.
 
     Enter it outside of modes that look at the operands of `functional.linear`. It intercepts all functions, which
     slows loops of small operations: those enter `plain_functions`.
     """
     slow = slow_dtypes()  # often empty, which saves a visit of the many tensors of a large model
-    if not slow or slow.isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers())):
-        yield
-        return
-    with _WideProducts():
-        yield
+    narrow = slow and not slow.isdisjoint(tensor.dtype for tensor in chain(model.parameters(), model.buffers()))
+    return _WideProducts() if narrow else nullcontext()
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from ..errors import MoonshotError, Text, require
 from ..model.calls import (
     Arguments,
     BlockCall,
-    calling,
     close,
     first_tensor,
     join_hidden,
+    replace_call,
     run_model,
     split_hidden,
     without_caches,
@@ -69,9 +69,10 @@ def probe_blocks(
             raise MoonshotError(f"blocks without a hidden state among their arguments ({error})", hint=_HINT) from None
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them", hint=_HINT)
-    _check_around(model, blocks, batch, gradients, loss, looking)
+    extras = list(looking.extras.values())  # in the blocks' order
+    check_around(model, blocks, batch, gradients, loss, extras, list(looking.calls.values()))
     function = function_values(model, output, batch, loss if gradients else None)
-    return list(looking.extras.values()), looking.unshown, function  # extras in the blocks' order
+    return extras, looking.unshown, function
 
 
 class _Look:
@@ -165,10 +166,20 @@ def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> 
     return None
 
 
-def _check_around(
-    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None, looking: _Look
+def check_around(
+    model: nn.Module,
+    blocks: tuple[Block, ...],
+    batch: Batch,
+    gradients: bool,
+    loss: Loss | None,
+    extras: Extras,
+    expected: Sequence[BlockCall],
 ) -> None:
-    """Check the arguments of the blocks, and the gradients, of a model whose blocks return their input."""
+    """Check that blocks which return their input have the `expected` arguments, and the head the last one's gradient.
+
+    Raises:
+        MoonshotError: the arguments, or the loss, depend on what blocks compute.
+    """
     calls: list[Arguments] = []
     hiddens: list[Tensor] = []
 
@@ -184,13 +195,14 @@ def _check_around(
     with ExitStack() as stack:
         for block in blocks:
             stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        stack.enter_context(passing_on(blocks, list(looking.extras.values())))
+        stack.enter_context(passing_on(blocks, extras))
         stack.enter_context(torch.set_grad_enabled(gradients))
         try:
             output = run_model(model, batch)
         except (MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise MoonshotError("the model reads more of its blocks than their hidden state", hint=_HINT) from error
-        for block, call, first in zip(blocks, calls, looking.calls.values(), strict=True):
+        require(len(calls) == len(blocks), "the model calls other blocks where these return their input", hint=_HINT)
+        for block, call, first in zip(blocks, calls, expected, strict=True):
             same = _alike(call, (first.args, first.kwargs))
             require(same, f"{block.name}: its arguments depend on what other blocks compute", hint=_HINT)
         if gradients:
@@ -216,9 +228,9 @@ def passing_on(blocks: Sequence[Block], extras: Extras, last: Callable[[], Tenso
     """Meanwhile sequential blocks return their input, or the last one `last()`, and need no weights."""
     with ExitStack() as stack:
         for block, extra in zip(blocks, extras, strict=True):
-            stack.enter_context(calling(block.module, partial(_pass_on, extra, None)))
+            replace_call(block.module, partial(_pass_on, extra, None), stack)
         if last is not None:
-            stack.enter_context(calling(blocks[-1].module, partial(_pass_on, extras[-1], last)))
+            replace_call(blocks[-1].module, partial(_pass_on, extras[-1], last), stack)
         yield
 
 

@@ -18,12 +18,20 @@ from ..errors import MoonshotError
 from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block, onloaded_in_turn, visited
 from ..model.losses import Loss, loss_gradient
+from .block_probe import Extras, check_around
+
+
+class BlockSequence(NamedTuple):
+    """Sequential blocks, with those between them in which nothing is pruned."""
+
+    blocks: tuple[Block, ...]
+    extras: Extras | None  # with which they can return their input; None where their arguments depend on each other
 
 
 class BlockSequences(NamedTuple):
     """The blocks of a model in which something is pruned."""
 
-    sequential: list[tuple[Block, ...]]  # in the model's order; with the blocks between them in which nothing is pruned
+    sequential: list[BlockSequence]  # in the model's order
     non_sequential: tuple[Block, ...]  # called, but in no sequence
     unreached: tuple[Block, ...]  # not called by a forward pass
 
@@ -39,24 +47,25 @@ def find_block_sequences(
     wanted = tuple(block for block in blocks if block.layers)
     if not wanted:
         return BlockSequences([], (), ())
-    if is_sequential(model, blocks, batch, gradients, loss):
-        return BlockSequences([blocks], (), ())
+    if whole := find_sequence(model, blocks, batch, gradients, loss):
+        return BlockSequences([whole], (), ())
     called = _called(model, blocks, batch)
     reached = tuple(block for block in blocks if block.name in called)
     unreached = tuple(block for block in wanted if block.name not in called)
     if not any(block.layers for block in reached):
         return BlockSequences([], (), unreached)
-    if len(reached) < len(blocks) and is_sequential(model, reached, batch, gradients, loss):
-        return BlockSequences([reached], (), unreached)
+    if len(reached) < len(blocks) and (called_ones := find_sequence(model, reached, batch, gradients, loss)):
+        return BlockSequences([called_ones], (), unreached)
     lists: dict[str, list[Block]] = {}
     for block in reached:
         lists.setdefault(block.name.rpartition(".")[0], []).append(block)
-    sequential: list[tuple[Block, ...]] = []
+    sequential: list[BlockSequence] = []
     others: tuple[Block, ...] = ()
     for stack in map(tuple, lists.values()):
         pruned = tuple(block for block in stack if block.layers)
-        if pruned and len(stack) < len(reached) and is_sequential(model, stack, batch, gradients, loss):
-            sequential.append(stack)
+        tested = pruned and len(stack) < len(reached)
+        if tested and (sequence := find_sequence(model, stack, batch, gradients, loss)):
+            sequential.append(sequence)
         else:
             others += pruned
     return BlockSequences(sequential, others, unreached)
@@ -75,16 +84,17 @@ def _called(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> set[st
     return called
 
 
-def is_sequential(
+def find_sequence(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
-) -> bool:
-    """Whether passes block by block compute the same as the model; arguments as for `find_block_sequences`.
+) -> BlockSequence | None:
+    """The sequence of blocks that compute the same one by one as in the model; None where they do not.
 
     Each block must be called once, read the output of the one before, and return the same output and the same input
-    gradient when run again alone on its cached arguments.
+    gradient when run again alone on its cached arguments. Arguments as for `find_block_sequences`.
     """
     calls: dict[int, BlockCall] = {}
     outputs: dict[int, Tensor] = {}
+    extras: dict[int, int | None] = {}
     order: list[int] = []
 
     def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -96,7 +106,7 @@ def is_sequential(
         return join_hidden(hidden, BlockCall(rest, named, hidden))
 
     def leave(i: int, output: Any) -> Any:
-        outputs[i] = first_tensor(output)
+        outputs[i], extras[i] = first_tensor(output), None if isinstance(output, Tensor) else len(output) - 1
         if not gradients or i < len(blocks) - 1:
             return None
         # A pass cuts the graph here by another tensor, which the loss must read: feature maps are the block's own.
@@ -112,24 +122,31 @@ def is_sequential(
         with torch.set_grad_enabled(gradients):
             result = run_model(model, batch)
     except (KeyError, IndexError, TypeError, AttributeError, MoonshotError):
-        return False  # a block without a hidden state among its arguments
+        return None  # a block without a hidden state among its arguments
     finally:
         for handle in handles:
             handle.remove()
     if order != list(range(len(blocks))):
-        return False
+        return None
     if any(calls[i].hidden is not outputs[i - 1] for i in range(1, len(blocks))):
-        return False
+        return None
     deltas = None
     if gradients:
         logits, gradient, _ = loss_gradient(model, result, batch, loss)
         if not logits.requires_grad:
-            return False  # the loss depends on them by choices alone, which have no gradient
+            return None  # the loss depends on them by choices alone, which have no gradient
         wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
         deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
         if any(delta is None for delta in deltas):
-            return False
-    return all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks))
+            return None
+    if not all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks)):
+        return None
+    returned = [extras[i] for i in range(len(blocks))]
+    try:
+        check_around(model, blocks, batch, gradients, loss, returned, [calls[i] for i in range(len(blocks))])
+    except MoonshotError:
+        return BlockSequence(blocks, None)
+    return BlockSequence(blocks, returned)
 
 
 def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequence[Tensor] | None, i: int) -> bool:

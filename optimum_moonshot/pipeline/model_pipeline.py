@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..model.calls import frozen
-from ..model.layers import Block, PrunableLayer, all_onloaded
+from ..model.layers import PrunableLayer, all_onloaded
 from ..progress import progress_bar
-from .block_sequences import find_block_sequences, parameters_read
+from .block_sequences import BlockSequence, BlockSequences, find_block_sequences, parameters_read
 from .inputs import Prepared
 from .recompute import RecomputePipeline
-from .stages import BlockPipeline, BlockStage, FullModelPipeline, OpenStage, Stage
-from .streamed import StreamedPipeline
+from .stages import FullModelPipeline, OpenStage, Stage
+from .walk import BlockStage, Walk
 
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
 READ = (
@@ -49,24 +49,20 @@ class ModelPipeline:
 
     def __iter__(self) -> Iterator[Stage]:
         prepared, selection, self.losses = self.prepared, self.prepared.selection, []
-        structure, gradients, loss = selection.structure, selection.needs_gradients, prepared.subject.loss
+        structure, gradients = selection.structure, selection.needs_gradients
         if not any(map(self.results.lacks, selection.layers)):
             return
         if prepared.data is None:
             yield from self._without_data()
         elif self.weight is not None:
             yield from self._recomputed(self.weight)
-        elif prepared.block_probe is not None:
-            yield from self._bar(streamed(prepared, prepared.batches, gradients))
-            yield from self._full_model(structure.outside)
         else:
-            with all_onloaded(structure.blocks):
-                sequences = find_block_sequences(prepared.model, structure.blocks, prepared.probe, gradients, loss)
+            sequences = block_sequences(prepared, gradients)
             for layer in (layer for block in sequences.unreached for layer in block.layers):
                 if self.results.lacks(layer):
                     self.results.skip(layer)
             for sequence in sequences.sequential:
-                yield from self._bar(block_pipeline(prepared, sequence, prepared.batches, gradients))
+                yield from self._captured(walk_over(prepared, sequence, prepared.batches, gradients))
             others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
             if others or structure.outside:
                 full = self._full_model(others + structure.outside)
@@ -106,16 +102,14 @@ class ModelPipeline:
         blocks, loss = selection.structure.blocks, prepared.subject.loss
         return FullModelPipeline(prepared.model, blocks, prepared.batches, selection.needs_gradients, loss, layers)
 
-    def _bar(self, pipeline: BlockPipeline) -> Iterator[BlockStage]:
-        """The stages of a pipeline; a bar shows the pass before the first one."""
-        self.losses = self.losses or pipeline.losses
-        total, shown = len(self.prepared.batches), self.prepared.subject.progress
-        stages = iter(pipeline)
+    def _captured(self, walk: Walk) -> list[BlockStage]:
+        """The stages of a walk; a bar shows the passes before the first one."""
+        total, shown = len(walk.batches), self.prepared.subject.progress
         with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
-            pipeline.progress = bar.update
-            first = next(stages)
-        yield first
-        yield from stages
+            walk.progress = bar.update
+            walk.capture()
+        self.losses = self.losses or walk.losses
+        return walk.stages()
 
     def reason(self, layer: PrunableLayer) -> str:
         """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""
@@ -130,17 +124,17 @@ class ModelPipeline:
             return parameters_read(self.prepared.model, self.prepared.probe)
 
 
-def block_pipeline(
-    prepared: Prepared, sequence: tuple[Block, ...], batches: Sequence[Batch], gradients: bool
-) -> BlockPipeline:
-    """The stages of sequential blocks, backward where any layer needs gradients."""
-    around = [block for block in prepared.selection.structure.blocks if block not in sequence]
+def block_sequences(prepared: Prepared, gradients: bool) -> BlockSequences:
+    """The sequences of a model's blocks; offloaded ones, which were probed, are all in one."""
+    blocks, probe = prepared.selection.structure.blocks, prepared.block_probe
+    if probe is not None:
+        return BlockSequences([BlockSequence(blocks, probe.extras)], (), ())
+    with all_onloaded(blocks):
+        return find_block_sequences(prepared.model, blocks, prepared.probe, gradients, prepared.subject.loss)
+
+
+def walk_over(prepared: Prepared, sequence: BlockSequence, batches: Sequence[Batch], gradients: bool) -> Walk:
+    """A walk over sequential blocks, backward where any layer needs gradients."""
+    around = [block for block in prepared.selection.structure.blocks if block not in sequence.blocks]
     loss, storage = prepared.subject.loss, prepared.storage
-    return BlockPipeline(prepared.model, sequence, batches, gradients, loss, storage, around)
-
-
-def streamed(prepared: Prepared, batches: Sequence[Batch], gradients: bool) -> StreamedPipeline:
-    """The stages of offloaded blocks, which were probed."""
-    assert prepared.block_probe is not None and prepared.block_probe.extras is not None
-    blocks, loss, extras = prepared.selection.structure.blocks, prepared.subject.loss, prepared.block_probe.extras
-    return StreamedPipeline(prepared.model, blocks, batches, gradients, loss, prepared.storage, extras=extras)
+    return Walk(prepared.model, sequence.blocks, batches, gradients, loss, storage, sequence.extras, around)

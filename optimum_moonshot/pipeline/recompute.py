@@ -27,8 +27,8 @@ from ..errors import MoonshotError
 from ..model.layers import PrunableLayer, Structure
 from ..model.losses import Loss
 from .block_probe import Extras, probe_blocks
-from .stages import BlockStage, FullModelPipeline, OpenStage, PassObserver, Stage
-from .streamed import StreamedPipeline
+from .stages import FullModelPipeline, OpenStage, PassObserver, Stage
+from .walk import BlockStage, Walk
 
 Layers = tuple[PrunableLayer, ...]
 
@@ -52,14 +52,14 @@ def swapped_weights(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -
 class _RecomputeStage(BlockStage):
     """A block that is observed dense behind pruned ones, and advances with its pruned weights to the next, if any."""
 
-    def __init__(self, recompute: "RecomputePipeline", blocks: StreamedPipeline, index: int, leads_on: bool):
+    def __init__(self, recompute: "RecomputePipeline", blocks: Walk, index: int, has_next: bool):
         super().__init__(blocks, index)
-        self.recompute, self.leads_on = recompute, leads_on
+        self.recompute, self.has_next = recompute, has_next
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
         """Like `BlockStage.observe`, but without advancing; the gradients come from the dense blocks behind it."""
-        recompute, blocks, index = self.recompute, self.pipeline, self.index
-        assert observer is not None and isinstance(blocks, StreamedPipeline)
+        recompute, blocks, index = self.recompute, self.walk, self.index
+        assert observer is not None and isinstance(blocks, Walk)
         if not observer.gradients:
             super().observe(observer)
             recompute.forward += 1
@@ -70,13 +70,13 @@ class _RecomputeStage(BlockStage):
         recompute.backward += 1 + behind
 
     def advance(self) -> None:
-        if self.leads_on:
-            assert isinstance(self.pipeline, StreamedPipeline)
+        if self.has_next:
+            assert isinstance(self.walk, Walk)
             with swapped_weights(self.layers, self.recompute.weight):
-                self.pipeline.forward(self.index)
+                self.walk.forward(self.index)
             self.recompute.forward += 1
             self.advanced = True
-        self.pipeline.calls[self.index] = []
+        self.walk.calls[self.index] = []
 
 
 @dataclass(eq=False)
@@ -127,9 +127,7 @@ class RecomputePipeline:
             return None
 
     def _blocks(self, extras: Extras) -> Iterator[Stage]:
-        blocks = StreamedPipeline(
-            self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, extras=extras
-        )
+        blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, extras=extras)
         observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
         blocks.capture_arguments()
         for i in range(observed[0]):

@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,8 +14,8 @@ from torch import nn
 from ..checkpoint.in_memory import is_packed
 from ..distributed.ranks import SINGLE_PROCESS, processes
 from ..errors import require
-from ..model.calls import CALL, Forward, called_by, calling
-from ..model.isolation import differentiable_attention, isolated
+from ..model.calls import CALL, Forward, called_by, replace_call
+from ..model.isolation import isolate, use_differentiable_attention
 from ..model.layers import find_blocks, rest_onloaded
 from ..model.offload import write_to
 from ..model.wide_products import wide_products
@@ -48,16 +48,13 @@ def run_context(
     require(not is_packed(model), PACKED)
     if call is not None:
         check_idle(model, call)
-    together = nullcontext(SINGLE_PROCESS) if call is None else processes()
-    with (
-        isolated(model),
-        _running(model, call or "plan"),
-        differentiable_attention(model) as notes,
-        together as ranks,
-        called_by(model, forward),
-        rest_onloaded(model),
-        wide_products(model),
-    ):
+    with ExitStack() as undo:
+        isolate(model, undo)
+        _occupy(model, call or "plan", undo)
+        notes = use_differentiable_attention(model, undo)
+        ranks = SINGLE_PROCESS if call is None else undo.enter_context(processes())
+        for context in (called_by(model, forward), rest_onloaded(model), wide_products(model)):
+            undo.enter_context(context)
         ranks.check_equal("the call", {"the method": str(call)})
         write_to(model, offload_dir)
         progress = subject.progress and ranks.is_main
@@ -79,9 +76,8 @@ def _check_writable(model: nn.Module) -> None:
         require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
 
 
-@contextmanager
-def _running(model: nn.Module, call: str) -> Iterator[None]:
-    """Meanwhile other threads cannot call the model, and nobody can start another run on it.
+def _occupy(model: nn.Module, call: str, undo: ExitStack) -> None:
+    """Until `undo` closes, other threads cannot call the model, and nobody can start another run on it.
 
     Raises:
         MoonshotError: a run on the model, or on a part of it, is at work.
@@ -91,13 +87,9 @@ def _running(model: nn.Module, call: str) -> Iterator[None]:
     with _LOCK:
         check_not_running(model, call)
         _RUNNING.update(modules)
-    try:
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(calling(module, partial(_call, module, threading.get_ident()), CALL))
-            yield
-    finally:
-        _RUNNING.difference_update(modules)
+        undo.callback(_RUNNING.difference_update, modules)
+    for module in modules:
+        replace_call(module, partial(_call, module, threading.get_ident()), undo, CALL)
 
 
 def _call(module: nn.Module, thread: int, *args: Any, **kwargs: Any) -> Any:

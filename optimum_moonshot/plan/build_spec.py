@@ -113,7 +113,7 @@ def _tested(subject: Subject, selection: Selection, batches: list[Batch]) -> tup
     with frozen(subject.model), all_onloaded(blocks):
         gradients = selection.needs_gradients
         tested = find_block_sequences(subject.model, blocks, prepared.probe, gradients, subject.loss)
-    return prepared.data, (list(tested.sequential), list(tested.non_sequential))
+    return prepared.data, ([sequence.blocks for sequence in tested.sequential], list(tested.non_sequential))
 
 
 def _free(

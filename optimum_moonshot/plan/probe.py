@@ -21,8 +21,8 @@ from ..model.calls import model_device, to_device
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.block_probe import without_weights
 from ..pipeline.selection import Subject
-from ..pipeline.stages import BlockPipeline, BlockStage, FullModelPipeline
-from ..pipeline.streamed import StreamedPipeline
+from ..pipeline.stages import FullModelPipeline
+from ..pipeline.walk import BlockStage, Walk
 from .run_spec import RunSpec
 from .solver import TRIAL_BYTES, TRIAL_FRACTION, clock
 
@@ -112,9 +112,9 @@ def _trial(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
                         timing |= {(quantity, name): measured[quantity] for quantity in measured for name in alike}
                         missing.remove(kind)
                     stage.advance()
-        if gradients and isinstance(pipeline, StreamedPipeline):
+        if gradients and pipeline.extras is not None:
             started = clock(device)
-            pipeline.tail(0, batch)
+            pipeline.differentiate_head(0, batch)
             timing["capture", ""] += clock(device) - started + total(timing, "forward")
     rest = tuple(layer for block in run.non_sequential for layer in block.layers) + structure.outside
     if rest:
@@ -123,12 +123,12 @@ def _trial(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
     return timing
 
 
-def _captured(subject: Subject, run: RunSpec, blocks: tuple[Block, ...], batch: Batch) -> BlockPipeline:
+def _captured(subject: Subject, run: RunSpec, blocks: tuple[Block, ...], batch: Batch) -> Walk:
     """A pipeline before its first stage; offloaded blocks all have the inputs of the first, so none is onloaded."""
     model, gradients, loss = subject.model, run.selection.needs_gradients, subject.loss
     if run.offloaded is None:
         others = [block for block in run.selection.structure.blocks if block not in blocks]
-        pipeline = BlockPipeline(model, blocks, [batch], gradients, loss, Storage(run.device), others)
+        pipeline = Walk(model, blocks, [batch], gradients, loss, Storage(run.device), around=others)
         pipeline.capture()
         return pipeline
     device = model_device(model)
@@ -136,13 +136,13 @@ def _captured(subject: Subject, run: RunSpec, blocks: tuple[Block, ...], batch: 
     if probe is None:
         message = "plan: the blocks' arguments cannot be seen without their weights; plan the model in memory"
         raise MoonshotError(message)
-    streamed = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), extras=probe.extras)
-    streamed.capture_arguments()
-    hidden = streamed.calls[0][0].hidden
+    walk = Walk(model, blocks, [batch], gradients, loss, Storage(device), probe.extras)
+    walk.capture_arguments()
+    hidden = walk.calls[0][0].hidden
     for index in range(len(blocks)):
-        streamed.calls[index][0].hidden = hidden
-    streamed.deltas = [torch.full_like(hidden, 1e-3)]
-    return streamed
+        walk.calls[index][0].hidden = hidden
+    walk.deltas = [torch.full_like(hidden, 1e-3)]
+    return walk
 
 
 def _kind(block: Block) -> Any:
@@ -152,7 +152,7 @@ def _kind(block: Block) -> Any:
 
 def _block_timing(run: RunSpec, stage: BlockStage, batch: Batch) -> dict[str, float]:
     """The timing of a block, by quantity."""
-    layers, pipeline, gradients = stage.layers, stage.pipeline, stage.pipeline.gradients
+    layers, pipeline, gradients = stage.layers, stage.walk, stage.walk.gradients
     bare, forward, expert = _observed(run, (), batch, stage.observe)[0], 0.0, 0.0
     if run.offloaded is not None and gradients:
         pipeline.gradients = False

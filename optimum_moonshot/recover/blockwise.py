@@ -20,11 +20,10 @@ from functools import cached_property
 from ..data.batches import Batch, batch_size, cut_batches, split_batches
 from ..errors import Option, Text, require
 from ..model.calls import frozen
-from ..model.layers import Block, all_onloaded
-from ..pipeline.block_sequences import BlockSequences, find_block_sequences
+from ..model.layers import Block
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
-from ..pipeline.model_pipeline import block_pipeline, streamed
+from ..pipeline.model_pipeline import block_sequences, walk_over
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import BlockReport
@@ -93,12 +92,8 @@ class Recovery:
         require(prepared.data is not None, Text("{} needs data", recover), field="calibration", value=None)
         data = prepared.calibration
         self.sizes = step_parts(data.num_samples)
-        if prepared.block_probe is not None:  # all blocks are sequential
-            sequences = BlockSequences([self.structure.blocks], (), ())
-        else:
-            loss = prepared.subject.loss
-            with frozen(model), all_onloaded(self.structure.blocks):
-                sequences = find_block_sequences(model, self.structure.blocks, prepared.probe, False, loss)
+        with frozen(model):
+            sequences = block_sequences(prepared, False)
         require(
             len(sequences.sequential) == 1 and not sequences.non_sequential,
             "it needs pruned layers inside one chain of blocks, each of which reads the output of the one before: "
@@ -113,7 +108,8 @@ class Recovery:
         if narrowed or smaller is not None or changes_structure(selection.patterns.values()):
             removed = "directions of the residual stream" if narrowed else "neurons, heads or experts"
             variant.notes.append(f"recovery trained all parameters of the blocks that lost {removed}")
-        (self.blocks,) = sequences.sequential
+        (self.sequence,) = sequences.sequential
+        self.blocks = self.sequence.blocks
         self.configured = nullcontext if smaller is None else smaller.configured
         self.backoff = prepared.backoff.single_process()
         self.whole_batches = cut_batches(data.batches, self.sizes)
@@ -146,19 +142,16 @@ class Recovery:
 
     def __iter__(self) -> Iterator[RecoveryStage]:
         prepared, batches = self.prepared, self.batches()
-        offloaded = prepared.block_probe is not None
-        pipeline = (
-            streamed(prepared, batches, False) if offloaded else block_pipeline(prepared, self.blocks, batches, False)
-        )
-        pipeline.capture()
-        inputs = [call.hidden for call in pipeline.calls[pipeline.lowest]]
+        walk = walk_over(prepared, self.sequence, batches, False)
+        walk.capture()
+        inputs = [call.hidden for call in walk.calls[walk.lowest]]
         masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, inputs, strict=True)]
-        dense = DenseBlocks.of(prepared, batches, pipeline)
+        dense = DenseBlocks.of(prepared, batches, walk)
         if prepared.subject.teacher is None:  # the states of the dense blocks are these hidden states themselves
             inputs = [prepared.storage.put(hidden, "inputs of recovered blocks") for hidden in inputs]
-        for i in range(pipeline.lowest, pipeline.highest + 1):
-            task = BlockTask(self.blocks[i].module, pipeline.calls[i], inputs, dense.targets, masks)
-            yield RecoveryStage(self, i, task, dense, i == pipeline.highest)
+        for i in range(walk.lowest, walk.highest + 1):
+            task = BlockTask(self.blocks[i].module, walk.calls[i], inputs, dense.targets, masks)
+            yield RecoveryStage(self, i, task, dense, i == walk.highest)
 
     def student(self, block: Block) -> StudentBlock:
         """An onloaded block with its pruned weights. Parameters that are shared with other blocks do not train."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..masks import is_pruned
-from ..model.calls import calling
+from ..model.calls import replace_call
 from ..model.layers import Block, PrunableLayer, by_visit, find_blocks
 from ..model.offload import bare_copy
 from ..objective.grid import Grid
@@ -380,7 +380,7 @@ class StudentModel(Student):
         recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         with ExitStack() as stack:
             for _, block in find_blocks(self.module) if applies else ():
-                stack.enter_context(calling(block, partial(recomputing, block.forward)))
+                replace_call(block, partial(recomputing, block.forward), stack)
             yield
 
 

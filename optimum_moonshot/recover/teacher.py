@@ -24,7 +24,7 @@ from ..model.embeddings import find_pooling, has_head
 from ..model.layers import Block, find_structure
 from ..model.losses import pooled_output, relative_distance, token_mask
 from ..pipeline.inputs import Prepared
-from ..pipeline.stages import BlockPipeline
+from ..pipeline.walk import Walk
 from .student import HOST, StudentBlock
 from .tuning import BlockTask
 
@@ -42,23 +42,23 @@ class DenseBlocks:
     basis: Tensor | None = None  # of these coordinates; see `DenseTeacher`
 
     @classmethod
-    def of(cls, prepared: Prepared, batches: Sequence[Batch], pipeline: BlockPipeline) -> "DenseBlocks":
+    def of(cls, prepared: Prepared, batches: Sequence[Batch], walk: Walk) -> "DenseBlocks":
         """The dense blocks with the inputs of the first one.
 
         Args:
             prepared: the recovered model, whose teacher may have more blocks and wider hidden states.
             batches: the data.
-            pipeline: of the recovered blocks, after a pass of the data that cached the inputs of the first.
+            walk: over the recovered blocks, after a pass of the data that cached the inputs of the first.
         """
-        teacher, dense, basis = prepared.subject.teacher, pipeline, None
+        teacher, dense, basis = prepared.subject.teacher, walk, None
         if teacher is not None:
             basis, whole = teacher.basis, find_structure(teacher.model).blocks
             remaining = [block for index, block in enumerate(whole) if index not in teacher.removed]
             names = [block.name for block in prepared.selection.structure.blocks]
             by_name = dict(zip(names, remaining, strict=True))
-            blocks = tuple(by_name[block.name] for block in pipeline.blocks)
-            dense = BlockPipeline(teacher.model, blocks, batches, False, None, prepared.storage)
-            dense.lowest, dense.highest = pipeline.lowest, pipeline.highest
+            blocks = tuple(by_name[block.name] for block in walk.blocks)
+            dense = Walk(teacher.model, blocks, batches, False, None, prepared.storage)
+            dense.lowest, dense.highest = walk.lowest, walk.highest
             with skipping(whole[index].module for index in teacher.removed):
                 dense.capture()
         states = targets = [call.hidden for call in dense.calls[dense.lowest]]

@@ -11,7 +11,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.layers import PrunableLayer, find_structure
 from optimum_moonshot.pipeline import model_pipeline
 from optimum_moonshot.pipeline import selection as selection_module
-from optimum_moonshot.pipeline.block_sequences import BlockSequences
+from optimum_moonshot.pipeline.block_sequences import BlockSequence, BlockSequences
 
 
 class OffloadedBlock:
@@ -117,10 +117,11 @@ def test_a_failure_while_writing_restores_the_dense_weights(offloaded_blocks, mo
                 assert torch.equal(tensor, dense[f"{block.name}.{name}"]), name
 
 
+@pytest.mark.parametrize("captures_all", [False, True])
 @pytest.mark.parametrize("lam", [0.9, 1.0])
-def test_calibrating_and_solving_hold_one_block_at_a_time(lam, offloaded_blocks, monkeypatch):
+def test_calibrating_and_solving_hold_one_block_at_a_time(lam, captures_all, offloaded_blocks, monkeypatch):
     def one_sequence(model, blocks, *arguments):  # without the probe, which needs all blocks onloaded
-        return BlockSequences([blocks], (), ())
+        return BlockSequences([BlockSequence(blocks, None if captures_all else [None] * len(blocks))], (), ())
 
     monkeypatch.setattr(model_pipeline, "find_block_sequences", one_sequence)
     monkeypatch.setattr(model_pipeline, "all_onloaded", lambda blocks: torch.no_grad())

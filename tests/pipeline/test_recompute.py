@@ -19,7 +19,7 @@ from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_probe import probe_blocks
-from optimum_moonshot.pipeline.block_sequences import is_sequential
+from optimum_moonshot.pipeline.block_sequences import find_sequence
 from optimum_moonshot.pipeline.recompute import RecomputePipeline, swapped_weights
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
@@ -102,7 +102,7 @@ def test_a_block_with_more_outputs_than_its_hidden_state_is_never_skipped():
     batches = token_batches(padded=True)
     blocks = find_structure(model).blocks
     with frozen(model):
-        assert is_sequential(model, blocks, shorten(batches[0]), False, None)
+        assert find_sequence(model, blocks, shorten(batches[0]), False, None)
         with pytest.raises(MoonshotError, match="depend on what other blocks compute"):
             probe_blocks(model, blocks, shorten(batches[0]), False, None)
     passes = check(model, batches, gradients=False)

@@ -29,7 +29,7 @@ from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.commands import launch
 from optimum_moonshot.distributed.ranks import on_main_process
 from optimum_moonshot.model.layers import all_onloaded, visited
-from optimum_moonshot.pipeline.stages import BlockPipeline
+from optimum_moonshot.pipeline.walk import Walk
 from optimum_moonshot.prune import layer as solving
 from optimum_moonshot.recover import tuning
 
@@ -244,7 +244,7 @@ def crowded():
     for name, place, at in (
         ("pass", (Gram, "add"), {3, 11}),
         ("solver", (solving, "solve_layer"), {0, 1, 4}),
-        ("moving on", (BlockPipeline, "hand_on"), {1}),
+        ("moving on", (Walk, "propagate"), {1}),
     ):
         with full(place, at):
             done[name] = prune()

@@ -1,4 +1,4 @@
-"""Statistics of the block pipeline against a slow reference: one autograd pass per sample, one hook per layer."""
+"""Statistics of a walk over blocks against a slow reference: one autograd pass per sample, one hook per layer."""
 
 import pytest
 import torch
@@ -7,14 +7,17 @@ from models import image_batches, make, token_batches
 
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model import layer_kinds
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pipeline.block_sequences import is_sequential
-from optimum_moonshot.pipeline.stages import BlockPipeline, FullModelPipeline
+from optimum_moonshot.pipeline.block_sequences import find_sequence
+from optimum_moonshot.pipeline.stages import FullModelPipeline
+from optimum_moonshot.pipeline.walk import Walk
 
 
-def gather(model, batches, gradients=True, diagonal=False, whole=False):
+def gather(model, batches, gradients=True, diagonal=False, whole=False, captures_all=False):
+    """With `captures_all`, a pass of the whole model captures the arguments of the blocks."""
     structure = find_structure(model, ignore=("experts",) if type(model).__name__.startswith("Mixtral") else ())
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
     storage = Storage(torch.device("cpu"))
@@ -23,7 +26,12 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False):
         if whole:
             stages = FullModelPipeline(model, structure.blocks, batches, gradients, None, tuple(structure.layers()))
         else:
-            stages = BlockPipeline(model, structure.blocks, batches, gradients, None, storage)
+            sequence = find_sequence(model, structure.blocks, shorten(batches[0]), gradients, None)
+            assert sequence.extras is not None
+            extras = None if captures_all else sequence.extras
+            walk = Walk(model, structure.blocks, batches, gradients, None, storage, extras)
+            walk.capture()
+            stages = walk.stages()
         for stage in stages:
             differentiated = {layer.name for layer in stage.layers} if gradients else set()
             with Observer(list(stage.layers), diagonal, differentiated, samples, storage) as observer:
@@ -71,7 +79,19 @@ def test_convolutional_stages_are_not_sequential(name):
     model = make(name)
     blocks = find_structure(model).blocks
     with frozen(model):
-        assert not blocks or not is_sequential(model, blocks, image_batches()[0], True, None)
+        assert not blocks or not find_sequence(model, blocks, image_batches()[0], True, None)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_capture_without_computing_blocks_gives_the_same_bits_as_one_of_the_whole_model(name, gradients):
+    model, batches = make(name), batches_for(name, padded=True)
+    _, statistics = gather(model, batches, gradients)
+    _, expected = gather(model, batches, gradients, captures_all=True)
+    assert statistics and statistics.keys() == expected.keys()
+    for layer, other in expected.items():
+        assert torch.equal(statistics[layer].inputs, other.inputs), layer
+        assert not gradients or torch.equal(statistics[layer].gradients.gradients, other.gradients.gradients), layer
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
@@ -100,7 +120,7 @@ def test_sequential_blocks_are_recognised(name):
     model = make(name)
     batch = batches_for(name)[0]
     with frozen(model):
-        assert is_sequential(model, find_structure(model).blocks, batch, True, None)
+        assert find_sequence(model, find_structure(model).blocks, batch, True, None)
 
 
 def test_blocks_with_a_side_path_are_not_sequential():
@@ -114,7 +134,7 @@ def test_blocks_with_a_side_path_are_not_sequential():
 
     handle = layers[2].register_forward_pre_hook(add_side_path, with_kwargs=True)
     with frozen(model):
-        assert not is_sequential(model, find_structure(model).blocks, token_batches()[0], True, None)
+        assert not find_sequence(model, find_structure(model).blocks, token_batches()[0], True, None)
     handle.remove()
 
     class Tail(torch.nn.Module):
@@ -127,5 +147,5 @@ def test_blocks_with_a_side_path_are_not_sequential():
 
     model.model.norm = Tail(model.model.norm)
     with frozen(model):
-        assert not is_sequential(model, find_structure(model).blocks, token_batches()[0], True, None)
-        assert is_sequential(model, find_structure(model).blocks, token_batches()[0], False, None)
+        assert not find_sequence(model, find_structure(model).blocks, token_batches()[0], True, None)
+        assert find_sequence(model, find_structure(model).blocks, token_batches()[0], False, None)

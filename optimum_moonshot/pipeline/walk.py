@@ -1,0 +1,279 @@
+"""A walk over sequential blocks: one of them is alive at a time, at a cost per block that the depth does not change.
+
+The arguments of the blocks except their hidden state, such as masks and rotary tables, are captured first, by a pass in
+which the blocks return their input and compute nothing. Then
+
+* forward (λ = 1): the blocks are visited from the first to the last without a graph; the outputs of a block replace its
+  inputs in the cache. In all one forward pass.
+* backward (Fisher gradients, λ < 1): a forward pass block by block caches the inputs of every block, and the head alone
+  gives the gradient of the last block's output. The blocks are visited from the last to the first: running a block
+  again, forward and backward, yields the activations and gradients of its layers, and the output gradient of the block
+  before. In all two forward passes and one backward pass, and one block's graph at a time.
+
+So an offloaded block is onloaded once for the forward pass and once for its visit. Where the arguments depend on what
+blocks compute, a forward pass of the whole model captures arguments, inputs and the head's gradient instead.
+
+The model stays dense until the last visit is done (one-shot), so the order does not change the statistics.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..calibration.storage import Storage
+from ..data.batches import Batch, batch_size
+from ..devices import trim_host_memory
+from ..model.calls import (
+    Arguments,
+    BlockCall,
+    first_tensor,
+    join_hidden,
+    model_device,
+    run_model,
+    split_hidden,
+    to_device,
+    without_caches,
+)
+from ..model.layers import Block, all_onloaded, onloaded_in_turn
+from ..model.losses import Loss, loss_gradient, token_mask
+from .block_probe import Extras, passing_on
+from .stages import PassObserver
+
+
+class Stop(Exception):
+    """Ends a forward pass of the model at a block."""
+
+
+class BlockStage:
+    """The block of a `Walk` with an index."""
+
+    def __init__(self, walk: "Walk", index: int):
+        self.walk, self.index, self.block = walk, index, walk.blocks[index]
+        self.layers, self.module, self.onloaded = self.block.layers, self.block.module, self.block.onloaded
+        self.advanced = False
+        # Whether another stage of the walk follows.
+        self.has_next = index > walk.lowest if walk.gradients else index < walk.highest
+
+    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
+        """Like `Stage.observe`, but without an observer the data pass unobserved."""
+        walk, first, advance = self.walk, 0, advance and self.has_next
+        device = next(self.module.parameters()).device
+        for index, batch in enumerate(walk.batches):
+            call, count, mask = walk.calls[self.index][index], batch_size(batch), token_mask(batch)
+            if observer is not None:
+                observer.begin(first, count, None if mask is None else mask.to(device))
+            with torch.set_grad_enabled(walk.gradients):
+                hidden = call.hidden.to(device)
+                if walk.gradients:
+                    hidden = hidden.detach().requires_grad_(advance)
+                args, kwargs = to_device(join_hidden(hidden, call), device)
+                output = first_tensor(self.module(*args, **kwargs))
+                if output.requires_grad:
+                    torch.autograd.backward(output, walk.deltas[index].to(output.device))
+            if advance:
+                self.advanced = True
+                walk.propagate(self.index, index, output, hidden.grad)
+            del hidden, args, kwargs, output  # before the observer and the next batch need memory
+            if observer is not None:
+                observer.end()
+            first += count
+
+    def advance(self) -> None:
+        if self.has_next and not self.advanced:
+            self.observe(None, True)
+        self.walk.calls[self.index] = []
+
+
+@dataclass(eq=False)
+class Walk:
+    """Sequential blocks, one after another on cached inputs; see the module's docstring."""
+
+    model: nn.Module
+    blocks: tuple[Block, ...]  # some of them have layers to observe
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them: the stages then run backward
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    storage: Storage  # of the caches
+    extras: Extras | None = None  # with which blocks can return their input; None: their arguments need a full pass
+    around: Sequence[Block] = ()  # the model's other blocks, onloaded for passes of the whole model
+    progress: Callable[[int], Any] = lambda count: None  # called with the batches that `capture` has completed
+
+    def __post_init__(self) -> None:
+        self.calls: list[list[BlockCall]] = [[] for _ in self.blocks]  # by block and batch
+        self.deltas: list[Tensor] = []  # gradients of the present block's output, by batch
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
+        observed = [i for i, block in enumerate(self.blocks) if block.layers]
+        self.lowest, self.highest = observed[0], observed[-1]
+        if self.gradients and self.extras is not None:
+            self.highest = len(self.blocks) - 1  # the head's gradient is that of its output
+
+    def stages(self) -> list[BlockStage]:
+        """After `capture`, the blocks from the lowest to the highest with layers to observe, in the order of visits."""
+        order = range(self.lowest, self.highest + 1)
+        return [BlockStage(self, i) for i in (reversed(order) if self.gradients else order)]
+
+    def propagate(self, i: int, index: int, output: Tensor, gradient: Tensor | None) -> None:
+        """Give the next stage its input, or the gradient of its output, in the memory of this one's.
+
+        `output` is that of block i on a batch, `gradient` that of its input, where the stages run backward.
+        """
+        if self.gradients:
+            assert gradient is not None
+            self.deltas[index].copy_(gradient)
+        else:
+            self.calls[i + 1][index].hidden = self.calls[i][index].hidden.copy_(output.detach())
+
+    def capture(self) -> None:
+        """Cache what the first visit needs: arguments, inputs, and with gradients the last block's output gradient."""
+        if self.extras is not None:
+            self.capture_arguments()
+            self.capture_from(0)
+        else:
+            for index, batch in enumerate(self.batches):
+                self._capture(index, batch)
+                self.progress(1)
+        trim_host_memory()
+
+    def run_from(self, i: int, observer: PassObserver) -> None:
+        """Observe an onloaded block, whose inputs are cached, with the gradients of the blocks behind it.
+
+        `capture_arguments` has run; the inputs stay in the cache.
+        """
+        self.lowest = i
+        self.capture_from(i)
+        for j in range(self.highest, i, -1):
+            stage = BlockStage(self, j)
+            with stage.onloaded():
+                stage.observe(None, True)
+            for index in range(len(self.batches)):
+                self.calls[j][index].hidden = torch.empty(0)
+        BlockStage(self, i).observe(observer)
+
+    def capture_arguments(self) -> None:
+        """The arguments of every block on every batch, and the input of the first, while blocks return their input."""
+
+        def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._keep(i, args, kwargs, with_hidden=i == 0)
+            if i == self.highest:
+                raise Stop  # the head is the largest product of a small model
+
+        assert self.extras is not None
+        with torch.no_grad(), onloaded_in_turn(self.around), passing_on(self.blocks, self.extras):
+            for batch in self.batches:
+                self._run_hooked(batch, keep)
+
+    def _keep(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], with_hidden: bool) -> None:
+        """Cache the call of a block, with its hidden state if that is not computed later."""
+        hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
+        cached = self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs") if with_hidden else torch.empty(0)
+        self.calls[i].append(BlockCall(*self._share(i, (args, kwargs)), cached))
+
+    def _run_hooked(self, batch: Batch, keep: Callable[..., None], lowest: int = 0) -> Any:
+        """The output of the model on a batch, whose blocks call `keep` before they run; None after `Stop`."""
+        with ExitStack() as hooks:
+            for i in range(lowest, self.highest + 1):
+                module = self.blocks[i].module
+                hooks.callback(module.register_forward_pre_hook(partial(keep, i), with_kwargs=True).remove)
+            try:
+                return run_model(self.model, to_device(batch, model_device(self.model)))
+            except Stop:
+                return None
+
+    def capture_from(self, first: int) -> None:
+        """The inputs of the blocks behind the first, and with gradients the output gradient of the last one."""
+        for i in range(first, self.highest if self.gradients else self.lowest):
+            with self.blocks[i].onloaded():
+                self.forward(i)
+        if self.gradients:
+            self._cache_outputs()
+        for index, batch in enumerate(self.batches):
+            if self.gradients:
+                self.differentiate_head(index, batch)
+            self.progress(1)
+
+    @torch.no_grad()
+    def forward(self, i: int) -> None:
+        """Compute the inputs of the next block by an onloaded one, whose own are kept if its stage will read them."""
+        for index in range(len(self.batches)):
+            call, following = self.calls[i][index], self.calls[i + 1][index]
+            output = self._output(i, call)
+            if self.gradients and i >= self.lowest:
+                following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
+            else:
+                following.hidden = call.hidden.copy_(output)
+        if i < self.lowest:
+            self.calls[i] = []
+
+    @torch.no_grad()
+    def _cache_outputs(self) -> None:
+        """The outputs of the last block, which their gradients will replace."""
+        self.deltas = []
+        with self.blocks[self.highest].onloaded():
+            for call in self.calls[self.highest]:
+                self.deltas.append(self.storage.put(self._output(self.highest, call), "output gradients"))
+
+    def _output(self, i: int, call: BlockCall) -> Tensor:
+        block = self.blocks[i].module
+        args, kwargs = to_device(join_hidden(call.hidden, call), next(block.parameters()).device)
+        return first_tensor(block(*args, **kwargs))
+
+    def differentiate_head(self, index: int, batch: Batch) -> None:
+        """The gradient of the last block's output on a batch, by the head alone; it replaces the output in `deltas`."""
+        assert self.extras is not None
+        device = model_device(self.model)
+        batch = to_device(batch, device)
+        last = self.deltas[index].to(device, copy=True).requires_grad_(True)
+        with torch.enable_grad(), all_onloaded(self.around), passing_on(self.blocks, self.extras, lambda: last):
+            output = run_model(self.model, batch)
+            logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+            (delta,) = torch.autograd.grad(logits, [last], gradient)
+        self.deltas[index].copy_(delta)
+
+    def _capture(self, index: int, batch: Batch) -> None:
+        """One forward pass of the whole model on a batch: arguments, inputs, and the head's gradient.
+
+        With gradients, the graph starts behind the highest observed block; without, the pass ends there.
+        """
+        tail = list[Tensor]()
+
+        def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._keep(i, args, kwargs, with_hidden=self.gradients or i == self.lowest)
+            if not self.gradients and i == self.highest:
+                raise Stop
+
+        def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            hidden = first_tensor(output).detach().requires_grad_(True)
+            tail.append(hidden)
+            return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+        with ExitStack() as stack:
+            if self.gradients:
+                stack.callback(self.blocks[self.highest].module.register_forward_hook(cut).remove)
+            # Other blocks may follow these: a decoder is a part of its encoder's graph.
+            stack.enter_context(all_onloaded(self.around) if self.gradients else onloaded_in_turn(self.around))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            stack.enter_context(onloaded_in_turn(self.blocks))
+            output = self._run_hooked(batch, keep, self.lowest)
+            if self.gradients:
+                batch = to_device(batch, model_device(self.model))
+                logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+                (delta,) = torch.autograd.grad(logits, tail, gradient)
+                self.deltas.append(self.storage.put(delta, "output gradients"))
+
+    def _share(self, i: int, arguments: Arguments) -> Arguments:
+        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
+        if not self.calls[i]:
+            return arguments
+        earlier: list[Tensor] = []
+        tree_map_only(Tensor, earlier.append, (self.calls[i][0].args, self.calls[i][0].kwargs))
+        return tree_map_only(Tensor, lambda t: next((e for e in earlier if e is t or _equal(e, t)), t), arguments)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
