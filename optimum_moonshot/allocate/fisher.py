@@ -28,11 +28,11 @@ from ..model.layers import PrunableLayer
 from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert
-from ..pipeline.collect import StatisticsTask
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.solve import Statistics
+from ..pipeline.task import Task
 from ..pipeline.variant import Variant, share_curves
 from ..progress import progress_bar
 from .block_scores import exact_patterns
@@ -42,7 +42,7 @@ from .loss_curves import SampledRows, loss_curve, sampled_count, trial_patterns
 ONE_N = "the experts of a layer have one n, since config.json says one pattern of a layer"
 
 
-class CurveMeasurement(StatisticsTask):
+class CurveMeasurement(Task):
     """Measures the curve of every layer of a dense, frozen model for the variants that lack it."""
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):

@@ -16,7 +16,6 @@ from ..model.calls import frozen
 from ..model.compaction import Compaction
 from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
-from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.run_report import attach_report
 from ..pipeline.selection import Subject, select_experts
@@ -27,7 +26,6 @@ from .choice import ExpertSelection
 from .removal import ExpertRemoval
 
 
-@enough_memory()
 def prune_experts(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, Callable[[], None]]:

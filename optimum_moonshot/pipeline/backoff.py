@@ -21,7 +21,7 @@ is cut into pieces that lie between two collectives each (`Backoff.piece`).
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,7 +37,6 @@ from ..errors import MoonshotError, Text, one_line
 from ..objective.row_slices import SliceLimit
 
 Value = TypeVar("Value")
-Item = TypeVar("Item")
 Hooks = TypeVar("Hooks", bound=AbstractContextManager[Any])  # an observer
 Halving = tuple[int, int]  # bytes that were used at once, and that may be from here on
 # Statistics or caches that take no more than one part in so many of the budget do not fill the device.
@@ -161,16 +160,6 @@ class Backoff:
         if failures:
             raise PassTooLarge(failures[0])
 
-    def stages(self, pipeline: Iterable[Item]) -> Iterator[Item]:
-        """The stages of a pipeline; the passes between them are work that all processes do together."""
-        stages = iter(pipeline)
-        while True:
-            with self.together():
-                stage = next(stages, None)
-            if stage is None:
-                return
-            yield stage
-
     @contextmanager
     def passing(self, observer: Hooks, merge: Callable[[Any, Ranks], None] = merge_statistics) -> Iterator[Hooks]:
         """Like `together`, under an observer's hooks; `merge` then adds the statistics of all processes."""
@@ -225,18 +214,16 @@ class Backoff:
 
     # Parts of a stage
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """A part of a stage, whose statistics are freed at its end; `lost` then says whether it has to be repeated."""
-        try:
-            yield
-        except Exception as error:
-            agreed = self.processes == 1 or isinstance(error, PassTooLarge)
-            if not (agreed and is_out_of_memory(error)):
-                raise
-            self.failure, self.in_solver = one_line(error), False
-        finally:
-            self.cached = self.storage.cached
+    def part_failed(self, error: Exception) -> None:
+        """After a part that ended with an error; `lost` then says that it has to be repeated.
+
+        Raises:
+            Exception: the error, unless all processes were out of memory together.
+        """
+        agreed = self.processes == 1 or isinstance(error, PassTooLarge)
+        if not (agreed and is_out_of_memory(error)):
+            raise error
+        self.failure, self.in_solver = one_line(error), False
 
     def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
         """Solve a layer, with smaller and smaller slices while there is too little memory; False where `lost` is True.
@@ -269,6 +256,7 @@ class Backoff:
 
     def lost(self) -> bool:
         """Whether the part that has ended has to be repeated, in all processes the same."""
+        self.cached = self.storage.cached
         states = self.ranks.all_gather_object((self.failure, self.in_solver))
         failures = [(failure, in_solver) for failure, in_solver in states if failure is not None]
         if failures:

@@ -17,7 +17,7 @@ from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
 from ..model.offload import RESIDENT
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
-from .backoff import Backoff, enough_memory
+from .backoff import Backoff
 from .block_probe import Extras, probe_blocks
 from .calibration_data import check_without_data, one_by_one, read_data, two_samples
 from .run_folder import RunFolder
@@ -114,7 +114,6 @@ def sample_folder(
     return RunFolder(folder, field).for_samples(of_one_run=field == "resume_dir")
 
 
-@enough_memory()
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
     """Check the model, which stays as it is, and read the data; of several processes the first one reads them for all.
 

@@ -3,7 +3,7 @@
     for stage in pipeline:                      # a block, or the model as a whole (stages.py)
         with stage.onloaded():
             for part in task.partition(stage):  # layers that fit in memory, or slices of one (partition.py)
-                for layer, statistics in task.collect(stage, part):     # seam 1: a pass over the data (collect.py)
+                for layer, statistics in task.collect(stage, part):     # seam 1: a pass over the data (task.py)
                     task.solve(layer, statistics)                       # seam 2 (solve.py), and its result is stored
             stage.advance()
 
@@ -12,51 +12,18 @@ Below the same, with backoff around the two seams (backoff.py), and the results 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..calibration.observer import LayerStatistics
-from ..data.batches import Batch, sample_count
+from ..data.batches import Batch
 from ..devices import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
-from .partition import Part, halvings, partition
-from .spec import StatisticsSpec
+from .partition import halvings
 from .stages import PipelineStage, Stage
+from .task import Task
 
-Value = TypeVar("Value")  # the statistics of a layer
 Visited = TypeVar("Visited", bound=PipelineStage)
-
-
-class Task(Protocol[Value]):
-    """The work of a run on the layers of a model."""
-
-    spec: StatisticsSpec
-    backoff: Backoff
-    notes: list[str]  # for the report
-
-    def batches(self) -> Sequence[Batch]:
-        """The calibration batches, as small as backoff has made them."""
-
-    def partition(self, stage: Stage) -> list[Part]:
-        """The parts of a stage: its layers that have no result yet."""
-
-    def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Value | None]]:
-        """Seam 1: the statistics of the layers that this process solves; None where no data reached a layer.
-
-        With `advance` no other pass follows at this stage, so that this one may also advance it.
-        """
-
-    def solve(self, layer: PrunableLayer, statistics: Value) -> None:
-        """Seam 2: solve an onloaded, dense layer and store the result; the statistics do not change."""
-
-    def skip(self, layer: PrunableLayer) -> None:
-        """Skip a layer that no data reached."""
-
-    def lacks(self, layer: PrunableLayer) -> bool:
-        """Whether a layer has no result yet, and is to have one."""
-
-    def exchange(self, solved: Sequence[PrunableLayer]) -> None:
-        """After a part, where there are several processes: give all of them the results of the others."""
 
 
 def run_pipeline(
@@ -77,13 +44,17 @@ def run_pipeline(
     """
     while True:
         try:
-            for stage in backoff.stages(pipeline):
+            stages = iter(pipeline)
+            while True:
+                with backoff.together():  # the passes of all processes before the next stage
+                    stage = next(stages, None)
+                if stage is None:
+                    return
                 with stage.onloaded():
                     visit(stage)
                     with backoff.together():
                         stage.advance()
-                trim_host_memory()  # else the next stage is charged with the memory that this one has freed
-            return
+                trim_host_memory()  # so freed memory is not counted against the next stage
         except PassTooLarge as error:
             backoff.pass_failed(error, where(), batches())
         except Restart:
@@ -91,7 +62,7 @@ def run_pipeline(
         backoff.release()
 
 
-def solve_parts(task: Task[Value], stage: Stage) -> None:
+def solve_parts(task: Task, stage: Stage) -> None:
     """Solve the layers of an onloaded stage, part by part.
 
     Raises:
@@ -101,7 +72,7 @@ def solve_parts(task: Task[Value], stage: Stage) -> None:
     while parts:
         part, noted = parts.pop(0), len(task.notes)
         solved: list[PrunableLayer] = []
-        with backoff.attempt():
+        try:
             for layer, statistics in task.collect(stage, part, not parts):
                 if statistics is None:
                     task.skip(layer)
@@ -110,6 +81,8 @@ def solve_parts(task: Task[Value], stage: Stage) -> None:
                 if backoff.solved(layer.name, partial(task.solve, layer, statistics), alone):
                     solved.append(layer)
                 del statistics  # before the next one is taken
+        except Exception as error:
+            backoff.part_failed(error)
         if backoff.processes > 1:
             task.exchange(solved)
         if backoff.lost():
@@ -117,24 +90,3 @@ def solve_parts(task: Task[Value], stage: Stage) -> None:
             task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
             backoff.shrink(part.name, task.batches(), *halvings(part, task.spec), advanced=stage.advanced)
             parts = task.partition(stage)
-
-
-class PartitionedTask:
-    """A task with the statistics of a spec, divided by the memory that is available."""
-
-    def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
-        self.spec, self.backoff, self.batches, self.notes = spec, backoff, batches, list[str]()
-
-    def lacks(self, layer: PrunableLayer) -> bool:
-        raise NotImplementedError
-
-    def partition(self, stage: Stage) -> list[Part]:
-        layers, backoff = [layer for layer in stage.layers if self.lacks(layer)], self.backoff
-        if not layers:
-            return []
-        here = backoff.storage.available(), sample_count(self.batches())
-        available, samples = zip(*backoff.ranks.all_gather_object(here), strict=True)
-        return partition(layers, self.spec, min(available), backoff.processes, max(samples))
-
-    def exchange(self, solved: Sequence[PrunableLayer]) -> None:
-        """Nothing to do for a single process."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from ..calibration.accumulators import GradientPlan
 from ..calibration.merging import Owner
 from ..distributed.ranks import shards
 from ..model.layers import PrunableLayer
@@ -26,6 +27,7 @@ class Part:
     owners: tuple[Owner, ...]  # who solves each layer: a process, several with some rows each, or (None) all
     slices: tuple[slice, ...] = ()  # rows or experts of the only layer, one pass each; () is all in one pass
     sizes: tuple[int, ...] = ()  # bytes of each layer's statistics in this process
+    plan: GradientPlan | None = None  # of the gradients of the only layer; None for that of the spec
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from ..model.isolation import isolate, use_differentiable_attention
 from ..model.layers import find_blocks, rest_onloaded
 from ..model.offload import write_to
 from ..model.wide_products import wide_products
+from .backoff import enough_memory
 from .selection import Subject
 
 _APPLIED: dict[nn.Module, int] = {}  # models with the weights of a variant, and how many contexts gave them some
@@ -38,7 +39,7 @@ def run_context(
 
     Raises:
         MoonshotError: inference mode, a model that is packed or has the weights of a variant, or a loss or forward that
-            cannot be called.
+            cannot be called; inside the block, a device that is out of memory.
     """
     model, loss = subject.model, subject.loss
     message = "torch.inference_mode() forbids gradients: prune outside of it"
@@ -58,7 +59,8 @@ def run_context(
         ranks.check_equal("the call", {"the method": str(call)})
         write_to(model, offload_dir)
         progress = subject.progress and ranks.is_main
-        yield dataclasses.replace(subject, progress=progress, ranks=ranks, notes=notes)
+        with enough_memory():
+            yield dataclasses.replace(subject, progress=progress, ranks=ranks, notes=notes)
 
 
 def _check_writable(model: nn.Module) -> None:

@@ -16,9 +16,10 @@ from ..calibration.storage import MORE_MEMORY
 from ..model.layers import Block, PrunableLayer
 from ..objective.row_slices import slice_bytes
 from ..pipeline.backoff import Backoff
-from ..pipeline.loop import PartitionedTask, run_pipeline, solve_parts
+from ..pipeline.loop import run_pipeline, solve_parts
 from ..pipeline.partition import Part
 from ..pipeline.stages import PassObserver, Stage
+from ..pipeline.task import Task
 from .report import DISK, HOST, Bytes, Overflow, Snapshot
 from .run_spec import RunSpec, pattern_of, solver_bytes, weight_bytes
 
@@ -165,7 +166,7 @@ def _capture(trace: MemoryTrace, phase: str, blocks: Sequence[Block], gradients:
     return caches
 
 
-class CountedTask(PartitionedTask):
+class CountedTask(Task):
     """Counts the bytes of the statistics and of the solver; the parameters are those of `count_blocks`."""
 
     def __init__(self, trace: MemoryTrace, phase: str, solves: bool, whole: bool):

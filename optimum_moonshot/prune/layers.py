@@ -1,6 +1,6 @@
 """Solves the layers of a model for one or several variants: allocation, then the loop."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,6 @@ from ..allocate.run import allocate_sparsity
 from ..calibration.observer import LayerStatistics
 from ..errors import require
 from ..model.layers import PrunableLayer
-from ..pipeline.collect import StatisticsTask
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
@@ -18,11 +17,12 @@ from ..pipeline.partition import Part, assign
 from ..pipeline.solve import Statistics
 from ..pipeline.spec import StatisticsSpec, solving_cost
 from ..pipeline.stages import Stage
+from ..pipeline.task import Task
 from ..pipeline.variant import Variant, share_results
 from .layer import prune_layer
 
 
-class Pruning(StatisticsTask):
+class Pruning(Task):
     """Solves every layer for each variant that lacks it, from the statistics of one pass; `bar` counts layers."""
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
@@ -65,7 +65,7 @@ class PruningWithoutData(Pruning):
         costs = [solving_cost(solver, layer, patterns[layer.name]) for layer in layers]
         return [Part(layers, tuple(assign(costs, self.backoff.processes)))] if layers else []
 
-    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterable[tuple[PrunableLayer, LayerStatistics]]:
+    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
         for layer, owner in zip(part.layers, part.owners, strict=True):
             if self.backoff.solves(owner):
                 inputs = torch.eye(layer.shape[1], device=layer.parameter.device)

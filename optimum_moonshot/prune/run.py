@@ -10,7 +10,6 @@ from ..config import MoonshotConfig
 from ..experts.run import prune_experts
 from ..model.calls import frozen
 from ..objective.patterns import Experts
-from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.selection import Subject, select
 from ..pipeline.variant import Variant, share_recovered
@@ -37,7 +36,7 @@ def prune_model(
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
-        with rotated(prepared, [variant], stays=True) as rotating, enough_memory():
+        with rotated(prepared, [variant], stays=True) as rotating:
             recovery = None if config.recover is None else plan_recovery(prepared, variant)
             with frozen(subject.model), bar:
                 prune_layers(prepared, [variant], bar)

@@ -21,11 +21,11 @@ from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Experts, Pattern
 from ..pipeline.backoff import Backoff
-from ..pipeline.collect import StatisticsTask
 from ..pipeline.loop import solve_parts
 from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.stages import OpenStage, PassObserver
+from ..pipeline.task import Task
 from ..solvers import Solver
 from .student import Tensors
 from .tuning import Tuner
@@ -43,7 +43,7 @@ def stage_patterns(pattern: Pattern) -> list[Pattern]:
     return [*(replace(pattern.times(fraction), grid=None) for fraction in fractions), pattern]
 
 
-class StagePruning(StatisticsTask):
+class StagePruning(Task):
     """Solves the layers of a student for their patterns, from statistics of the current block.
 
     No result is written to the student before all are solved, so that every pass observes the same block even if the

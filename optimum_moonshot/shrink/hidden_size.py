@@ -26,7 +26,6 @@ from ..errors import MoonshotError, reason, require
 from ..model.calls import check_usable, close, evaluation_mode, model_device, run_model, to_device
 from ..model.compaction import build_smaller
 from ..model.model_info import edited, on_meta_device, whole_numbers
-from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare
 from ..pipeline.selection import Subject, check_dense, select
 from ..rotate.spaces import Folding
@@ -215,7 +214,6 @@ def _result(model: PreTrainedModel, inputs: Batch) -> Tensor:
 LAM = 0.5
 
 
-@enough_memory()
 def narrow_model(
     subject: Subject, config: MoonshotConfig, hidden_size: int, calibration: Any
 ) -> tuple[PreTrainedModel, WidthReduction]:

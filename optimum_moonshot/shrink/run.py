@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from ..config import MoonshotConfig
 from ..errors import MoonshotError
 from ..model.calls import Forward, called_by
-from ..pipeline.backoff import enough_memory
 from ..pipeline.selection import Subject
 from ..prune.run import Discard
 from ..reports.prune_report import PruneReport
@@ -24,7 +23,6 @@ from .request import Shrinking, check_request
 from .target import Target
 
 
-@enough_memory()
 def shrink_model(
     subject: Subject,
     config: MoonshotConfig,
