@@ -13,7 +13,7 @@ from optimum_moonshot.calibration.accumulators import Gram, InputSquares
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
 from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.pipeline import calibration_loss, stages
+from optimum_moonshot.pipeline import calibration_loss, walk
 from optimum_moonshot.pipeline import solve as layer_solving
 from optimum_moonshot.prune import layer
 from optimum_moonshot.recover.tuning import BlockTask
@@ -83,9 +83,9 @@ def memory_notes(report):
 
 
 PLACES = {
-    "forward": (stages, "join_hidden"),
+    "forward": (walk, "join_hidden"),
     "backward": (torch.autograd, "backward"),
-    "head": (stages, "loss_gradient"),
+    "head": (walk, "loss_gradient"),
     "Gram": (Gram, "add"),
     "squares": (InputSquares, "add"),
     "gradients": (GradientSums, "add"),
