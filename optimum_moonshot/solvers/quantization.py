@@ -35,7 +35,7 @@ def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, sca
     """Round the surviving weights of a solver to a grid; the loss is at most that of rounding to nearest.
 
     Args:
-        objective: of the layer, or of some of its rows; a `DiagonalQuadratic` rounds to nearest, which is its minimum.
+        objective: of the layer, or of some of its rows; where F_k is diagonal, rounding to nearest is its minimum.
         weight: [rows, d_in] in float32.
         keep: bool [rows, d_in].
         grid: with the dtype of the layer.
@@ -48,12 +48,17 @@ def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, sca
     if isinstance(objective, DiagonalQuadratic):
         return grid.rounded(weight, grid.search(weight, objective.diagonal()) if scale is None else scale)
     rounded, descended = torch.empty_like(weight, dtype=grid.dtype), torch.empty_like(weight, dtype=grid.dtype)
+    diagonal = _is_diagonal(objective)
     for rows in _slices(objective):
         problem = _Problem.of(objective, rows)
         here = scale[rows] if scale is not None else grid.search(weight[rows], problem.importance(weight.shape[1]))
         rounded[rows] = grid.rounded(weight[rows], here)
+        if diagonal:
+            continue
         descent = _Descent(problem, grid, rounded[rows].to(torch.float32, copy=True), here.float(), keep[rows])
         descended[rows] = descent.run().to(grid.dtype)
+    if diagonal:
+        return rounded
     before, after = objective.losses(rounded, descended)
     return descended if after.total <= before.total else rounded
 
@@ -128,6 +133,12 @@ def _slices(objective: Quadratic) -> list[slice]:
     return slices_within(
         slice(0, len(objective.weight)), 4 * d_in * (8 + 2 * (matrices + factors)), STATE_BYTES, objective.limit
     )
+
+
+def _is_diagonal(objective: Quadratic) -> bool:
+    """Whether no F_k has entries beside its diagonal, as without data: then codes cannot compensate each other."""
+    gram = objective.gram
+    return not objective.scales.b and bool(gram.count_nonzero() == gram.diagonal(dim1=-2, dim2=-1).count_nonzero())
 
 
 def _is_shared(objective: Quadratic) -> bool:

@@ -14,6 +14,7 @@ from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.objective.row_slices import SliceLimit
+from optimum_moonshot.solvers import quantization
 from optimum_moonshot.solvers.quantization import quantize
 
 ROWS, INPUTS, SAMPLES = 12, 160, 6
@@ -124,6 +125,19 @@ def test_diagonals_round_to_nearest():
     keep = torch.ones_like(weight, dtype=torch.bool)
     step = grid.per_weight(grid.search(weight, objective.diagonal()), INPUTS)
     assert torch.equal(quantize(objective, weight, keep, grid), grid.values(grid.codes(weight, step), step))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_diagonal_gram_matrix_rounds_to_nearest_without_a_descent(groups, monkeypatch):
+    weight, gram, _ = layer()
+    gram = torch.stack([(1 + group) * gram.diagonal().diag() for group in range(groups)]).squeeze(0)
+    objective, grid = full(weight, gram, None, 1), Grid(4, 64)
+    keep = torch.rand(weight.shape) < 0.7
+    monkeypatch.delattr(quantization._Descent, "run")  # one step of Python for every column
+    rounded, quantized = objective.losses(
+        nearest(grid, weight * keep, objective), quantize(objective, weight, keep, grid)
+    )
+    assert quantized.total == pytest.approx(rounded.total, rel=1e-4)  # scales are searched in float32 and in float64
 
 
 @pytest.mark.parametrize("lam", [1, 0.5])
