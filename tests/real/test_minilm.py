@@ -63,5 +63,7 @@ def test_the_saved_folder_works_in_sentence_transformers(folder, tmp_path, name)
     packed = load_pruned(tmp_path / "packed", runtime="packed")
     inputs = pruner.tokenizer(HELDOUT[:4], padding=True, return_tensors="pt")
     with torch.no_grad():
-        same = packed(**inputs).last_hidden_state, pruner.model.eval()(**inputs).last_hidden_state
-    torch.testing.assert_close(*same, rtol=0, atol=0.1 if fields.get("bits") else 1e-3)  # codes of 8 bits for inputs
+        states = pruner.model.eval()(**inputs).last_hidden_state
+        error = (packed(**inputs).last_hidden_state - states).norm() / states.norm()
+    print(f"{name}: relative error of the packed model {error:.2e}")
+    assert error < (0.03 if fields.get("bits") else 1e-5)  # products of codes have inputs in 8 bits
