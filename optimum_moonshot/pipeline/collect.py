@@ -55,7 +55,7 @@ class Collected:
         Raises:
             MoonshotError: the data gave NaN or infinity.
         """
-        statistics = dataclasses.replace(self.observer.take(layer), limit=self.backoff.limit)
+        statistics = self.observer.take(layer)
         return statistics if self.experts is None else self.experts.complete(layer, statistics)
 
 
