@@ -134,9 +134,7 @@ def matrix_curve(
     gradients = statistics.gradients
     assert isinstance(gradients, Fisher)
     if solver.objective.diagonal_only:
-        statistics = LayerStatistics(
-            _squares(statistics), None, statistics.samples, diagonal=True, limit=statistics.limit
-        )
+        statistics = LayerStatistics(_squares(statistics), None, statistics.samples, diagonal=True)
     objective = statistics.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]), alive)
     trials = solver.trials(objective, patterns)
     if isinstance(patterns[-1], Unstructured):
@@ -146,7 +144,7 @@ def matrix_curve(
 
     def losses(weights: Sequence[Tensor]) -> tuple[float, ...]:
         deltas = torch.stack([pruned - weight for pruned in weights])
-        return tuple(gradients.losses(deltas, statistics.limit).tolist())
+        return tuple(gradients.losses(deltas).tolist())
 
     points = (weight, *trials)
     quantized = {

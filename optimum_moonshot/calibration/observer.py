@@ -20,7 +20,6 @@ from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
 from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
-from ..objective.row_slices import SliceLimit
 from .accumulators import (
     GradientPlan,
     Gram,
@@ -52,7 +51,6 @@ class LayerStatistics:
     extra: Mapping[type, Any] = field(default_factory=dict)  # results of the observer's further statistics, by class
     unknown: frozenset[int] = frozenset()  # groups that are pruned by magnitude
     tokens: Tensor | None = None  # int64 [groups]: the number that each group has read, where groups are experts
-    limit: SliceLimit | None = None  # on the slices of rows in a solver
 
     def groups(self, count: int) -> Iterator["LayerStatistics"]:
         """The statistics of each of `count` groups of rows alone, where every group is a separate matrix."""
@@ -78,9 +76,9 @@ class LayerStatistics:
             # The statistics may be in host memory, and are no larger than the weight.
             assert not isinstance(gradients, Fisher)
             inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
-            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, self.limit, alive)
+            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, alive)
         assert not isinstance(gradients, Tensor)
-        return Quadratic.build(weight, self.inputs, gradients, lam, None, column_block, self.limit, alive)
+        return Quadratic.build(weight, self.inputs, gradients, lam, None, column_block, alive)
 
     def layer_objective(
         self, weight: Tensor, lam: float, column_block: int | None = None, alive: Tensor | None = None
@@ -88,7 +86,7 @@ class LayerStatistics:
         """The `objective` without gradients, with the `totals` collected beside the gradients of some rows."""
         assert self.totals is not None
         totals = Totals(reconstruction(weight, self.inputs, column_block), *self.totals, self.samples)
-        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, self.limit, alive)
+        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, alive)
 
 
 @dataclass(frozen=True)

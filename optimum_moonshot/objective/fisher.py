@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .linalg import all_finite, diagonal_blocks
-from .row_slices import SliceLimit, slices_within
+from .row_slices import slices_within
 
 # Bytes of a slice of rows: values stored on another device are streamed in slices of this size.
 SLICE_BYTES = 256 * 2**20
@@ -57,12 +57,11 @@ class Fisher(ABC):
         """``A_k A_kᵀ`` of r rows, as a new tensor [r, size, size] in float64 on `device`."""
 
     @abstractmethod
-    def losses(self, deltas: Tensor, limit: SliceLimit | None = None) -> Tensor:
+    def losses(self, deltas: Tensor) -> Tensor:
         """``L_F = 1/N Σ_k ‖A_kᵀ δ_k‖²`` of several differences, by slices of rows.
 
         Args:
             deltas: δ, [w, count, size] in float32.
-            limit: on the slices; None sets none.
 
         Returns:
             [w] in float64, on the same device.
@@ -91,9 +90,9 @@ class Fisher(ABC):
         """
         return self.matrices(rows, shared.device).mul_(b).add_(shared, alpha=a)
 
-    def _slices(self, numbers: int, limit: SliceLimit | None) -> list[slice]:
+    def _slices(self, numbers: int) -> list[slice]:
         """All rows in slices that fit `SLICE_BYTES`, with `numbers` float32 values each."""
-        return slices_within(slice(0, self.count), 4 * numbers, SLICE_BYTES, limit)
+        return slices_within(slice(0, self.count), 4 * numbers, SLICE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +127,9 @@ class SampleGradients(Fisher):
         vectors = self._vectors(rows, device, torch.float64)
         return vectors.mT @ vectors
 
-    def losses(self, deltas: Tensor, limit: SliceLimit | None = None) -> Tensor:
+    def losses(self, deltas: Tensor) -> Tensor:
         total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
-        for rows in self._slices(self.size * self.samples, limit):
+        for rows in self._slices(self.size * self.samples):
             columns = deltas[:, rows].permute(1, 2, 0)
             products = self.gradients[:, rows].to(deltas.device, torch.float32).transpose(0, 1) @ columns
             total += products.double().square().sum((0, 1))
@@ -182,9 +181,9 @@ class FisherMatrices(Fisher):
     def matrices(self, rows: slice, device: torch.device) -> Tensor:
         return self.values[rows].to(device, torch.float64, copy=True)
 
-    def losses(self, deltas: Tensor, limit: SliceLimit | None = None) -> Tensor:
+    def losses(self, deltas: Tensor) -> Tensor:
         total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
-        for rows in self._slices(self.size * self.size, limit):
+        for rows in self._slices(self.size * self.size):
             columns = deltas[:, rows].permute(1, 2, 0)
             products = self.values[rows].to(deltas.device, torch.float32) @ columns
             total += (products * columns).double().sum((0, 1))

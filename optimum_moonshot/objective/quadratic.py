@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import FactorizationError
 from .fisher import Fisher
 from .linalg import diagonal_blocks
-from .row_slices import SliceLimit, row_slices
+from .row_slices import row_slices
 
 # Memory of a diagonal loss per weight of a slice: differences, squares and products in float64.
 LOSS_BYTES = 24
@@ -98,7 +98,6 @@ class Quadratic:
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
     totals: Totals | None = None  # of the layer, if `fisher` covers some rows only
-    limit: SliceLimit | None = None  # on the slices of rows that are processed at once
     alive: Tensor | None = None  # bool [d_out, d_in], True for the weights that may be nonzero; None: all
 
     diagonal_only: ClassVar[bool] = False  # whether only the diagonals of G and A_k A_kᵀ are used
@@ -112,15 +111,14 @@ class Quadratic:
         lam: float,
         totals: Totals | None = None,
         column_block: int | None = None,
-        limit: SliceLimit | None = None,
         alive: Tensor | None = None,
     ) -> Quadratic:
         """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
 
         `gram` is [d_in, d_in] or [groups, d_in, d_in] in float32, and `fisher` of the weight's rows, or of their column
         blocks of `column_block` inputs, a divisor of d_in; None at λ = 1. With the `totals` of the layer, `fisher` can
-        be passed to `part`, for some rows at a time. `limit` bounds slices of rows; None does not. `alive` are the
-        `patterns.nonzeros` of the weight before the run, whose zeros no solver fills.
+        be passed to `part`, for some rows at a time. `alive` are the `patterns.nonzeros` of the weight before the run,
+        whose zeros no solver fills.
 
         Raises:
             FactorizationError: G is far from positive semidefinite.
@@ -129,12 +127,12 @@ class Quadratic:
         squares = gram.diagonal(dim1=-2, dim2=-1)
         weight, dead = _without_dead_inputs(weight, squares if gram.ndim < 4 else squares.flatten(1))
         fisher = None if fisher is None else fisher.column_blocks(gram.shape[-1])
-        at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, fisher, limit))
+        at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, fisher))
         if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * squares.max()):
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         source = totals or fisher
         scalars = scales(lam, *at_zero, samples=source.samples if source else 0, dead=dead)
-        return cls(weight, gram, fisher, scalars, at_zero, totals, limit, alive)
+        return cls(weight, gram, fisher, scalars, at_zero, totals, alive)
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
         """The quadratic of some rows of the weight: a whole number of groups, or some within one."""
@@ -191,7 +189,7 @@ class Quadratic:
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
-        return _relative(_terms(deltas, self.gram, self.fisher, self.limit), self.losses_at_zero, self.scales.lam)
+        return _relative(_terms(deltas, self.gram, self.fisher), self.losses_at_zero, self.scales.lam)
 
 
 def _by_group(gram: Tensor) -> Tensor:
@@ -209,7 +207,6 @@ class DiagonalQuadratic:
     samples: int
     scales: Scales
     losses_at_zero: tuple[float, float | None]
-    limit: SliceLimit | None = None  # on slices of rows
     alive: Tensor | None = None  # as of a `Quadratic`
 
     diagonal_only: ClassVar[bool] = True
@@ -222,15 +219,14 @@ class DiagonalQuadratic:
         gradient_squares: Tensor | None,
         samples: int,
         lam: float,
-        limit: SliceLimit | None = None,
         alive: Tensor | None = None,
     ) -> DiagonalQuadratic:
         """Build it from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
-        at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples, limit))
+        at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples))
         scalars = scales(lam, *at_zero, samples=samples, dead=dead)
-        return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero, limit, alive)
+        return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero, alive)
 
     def diagonal(self) -> Tensor:
         """F_k,jj, [d_out, d_in]."""
@@ -243,7 +239,7 @@ class DiagonalQuadratic:
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         squares, samples = self.gradient_squares, self.samples
-        terms = _diagonal_terms(weights, self.weight, self.input_squares, squares, samples, self.limit)
+        terms = _diagonal_terms(weights, self.weight, self.input_squares, squares, samples)
         return _relative(terms, self.losses_at_zero, self.scales.lam)
 
 
@@ -270,16 +266,14 @@ def reconstruction(weight: Tensor, gram: Tensor, column_block: int | None = None
     return float(_terms(weight.float()[None], gram, None)[0])
 
 
-def _terms(
-    deltas: Tensor, gram: Tensor, fisher: Fisher | None, limit: SliceLimit | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _terms(deltas: Tensor, gram: Tensor, fisher: Fisher | None) -> tuple[Tensor, Tensor | None]:
     """L_R and L_F of several differences [w, d_out, d_in], as [w] in float64."""
     count, size = len(deltas), gram.shape[-1]
     grams = _by_group(gram).float()
     blocks = deltas.unflatten(2, (-1, size)).unflatten(1, (len(grams), -1)).permute(1, 3, 0, 2, 4)
     products = (blocks.flatten(2, 3) @ grams).view_as(blocks)  # [groups, blocks, w, rows, size]
     losses = (products * blocks).double().sum((0, 1, 3, 4))
-    return losses, None if fisher is None else fisher.losses(deltas.reshape(count, -1, size), limit)
+    return losses, None if fisher is None else fisher.losses(deltas.reshape(count, -1, size))
 
 
 def _diagonal_terms(
@@ -288,12 +282,11 @@ def _diagonal_terms(
     input_squares: Tensor,
     gradient_squares: Tensor | None,
     samples: int,
-    limit: SliceLimit | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Like `_terms`, but for the differences of weights [d_out, d_in] from `dense` (or 0), by slices of rows."""
     d_out, d_in = weights[0].shape
     losses = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
-    for rows in row_slices(slice(0, d_out), LOSS_BYTES * d_in, losses.device, limit):
+    for rows in row_slices(slice(0, d_out), LOSS_BYTES * d_in, losses.device):
         inputs = input_squares if input_squares.ndim == 1 else input_squares[rows]
         for index, weight in enumerate(weights):
             part = weight[rows].float()

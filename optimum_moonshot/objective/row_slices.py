@@ -1,5 +1,8 @@
 """Ranges of rows and columns, split into slices of bounded memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -17,22 +20,35 @@ class SliceLimit:
     largest: int = 0  # bytes of the largest such slice so far
 
 
+_LIMIT: ContextVar[SliceLimit | None] = ContextVar("limit of slices of rows", default=None)
+
+
+@contextmanager
+def limited(limit: SliceLimit) -> Iterator[None]:
+    """Apply a limit to every slice that this thread computes inside the block."""
+    token = _LIMIT.set(limit)
+    try:
+        yield
+    finally:
+        _LIMIT.reset(token)
+
+
 def split_range(start: int, stop: int, width: int) -> list[slice]:
     """Split [start, stop) into slices of `width` indices; the last one has the remainder."""
     return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
 
 
-def row_slices(rows: slice, bytes_per_row: int, device: torch.device, limit: SliceLimit | None = None) -> list[slice]:
+def row_slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
     """Like `slices_within`, but with intermediates that fit `CPU_BYTES` or `GPU_BYTES`."""
-    return slices_within(rows, bytes_per_row, slice_bytes(device), limit)
+    return slices_within(rows, bytes_per_row, slice_bytes(device))
 
 
-def slices_within(rows: slice, bytes_per_row: int, most: int, limit: SliceLimit | None = None) -> list[slice]:
-    """Split rows (with start and stop) into slices of at most `most` bytes, or the `limit` if that is less.
+def slices_within(rows: slice, bytes_per_row: int, most: int) -> list[slice]:
+    """Split rows (with start and stop) into slices of at most `most` bytes, or what `limited` allows if that is less.
 
     A slice has at least one row.
     """
-    limit = SliceLimit() if limit is None else limit
+    limit = _LIMIT.get() or SliceLimit()
     width = max(1, (most if limit.most is None else min(most, limit.most)) // bytes_per_row)
     together = min(width, rows.stop - rows.start)
     if together > 1:

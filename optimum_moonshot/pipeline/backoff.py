@@ -34,7 +34,7 @@ from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, Text, one_line
-from ..objective.row_slices import SliceLimit
+from ..objective.row_slices import SliceLimit, limited
 
 Value = TypeVar("Value")
 Hooks = TypeVar("Hooks", bound=AbstractContextManager[Any])  # an observer
@@ -288,7 +288,8 @@ class Backoff:
         """Like `_attempted`, but with smaller and smaller slices while that helps and no collective has taken place."""
         while True:
             barriers, self.limit.largest = self.ranks.barriers_passed, 0
-            value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
+            with limited(self.limit):
+                value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
             if message is None or self.ranks.barriers_passed != barriers:
                 return value, message
             self.release()

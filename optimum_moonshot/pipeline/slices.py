@@ -207,7 +207,6 @@ class ShardedRows(SlicedRows):
             gradients,
             lam,
             column_block=column_block,
-            limit=self.backoff.limit,
             alive=None if alive is None else alive[self.rows],
         )
 

@@ -91,7 +91,7 @@ class Task(ABC):
         trim_host_memory()
 
         def take(layer: PrunableLayer) -> LayerStatistics:
-            statistics = dataclasses.replace(observer.take(layer), limit=backoff.limit)
+            statistics = observer.take(layer)
             return statistics if experts is None else experts.complete(layer, statistics)
 
         for layer in sorted(layers, key=lambda layer: layer.separate or isinstance(owners[layer.name], int)):

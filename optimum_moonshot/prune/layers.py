@@ -69,7 +69,7 @@ class PruningWithoutData(Pruning):
         for layer, owner in zip(part.layers, part.owners, strict=True):
             if self.backoff.solves(owner):
                 inputs = torch.eye(layer.shape[1], device=layer.parameter.device)
-                yield layer, LayerStatistics(inputs, None, 0, limit=self.backoff.limit)
+                yield layer, LayerStatistics(inputs, None, 0)
 
 
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:

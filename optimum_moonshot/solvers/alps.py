@@ -265,11 +265,11 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
     fisher, device, (d_out, d_in) = objective.fisher_term, objective.weight.device, objective.weight.shape
     if len(gram) == 1 and fisher.max_rank < d_in:
         factors = torch.empty(d_out, fisher.max_rank, d_in, device=device)
-        for rows in row_slices(slice(0, d_out), 4 * fisher.max_rank * d_in, device, objective.limit):
+        for rows in row_slices(slice(0, d_out), 4 * fisher.max_rank * d_in, device):
             torch.mul(fisher.factors(rows, device, torch.float32), objective.scales.b**0.5, out=factors[rows])
         return LowRankRows(gram, factors)
     matrices = torch.empty(d_out, d_in, d_in, device=device)
-    for rows in row_slices(slice(0, d_out), 8 * d_in * d_in, device, objective.limit):
+    for rows in row_slices(slice(0, d_out), 8 * d_in * d_in, device):
         matrices[rows] = objective.row_hessians(rows)
     matrices.diagonal(dim1=1, dim2=2).add_(ridge)
     return DenseRows(matrices)

@@ -134,7 +134,7 @@ class Support:
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
-        self.group, self.device, self.limit = group, objective.weight.device, objective.limit
+        self.group, self.device = group, objective.weight.device
         shared = objective.scales.a * objective.gram.double()
         shared.diagonal().add_(ridge)
         lower, info = torch.linalg.cholesky_ex(shared)
@@ -254,8 +254,8 @@ class Support:
         return weight.float(), groups
 
     def _slices(self, numbers: int) -> list[slice]:
-        """Rows in slices whose intermediates, `numbers` per input, fit the limit of `row_slices`."""
-        return row_slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device, self.limit)
+        """Rows in slices whose intermediates, `numbers` per input, fit `row_slices`."""
+        return row_slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device)
 
     def _refined_together(self, objective: Quadratic) -> list[slice]:
         return self._slices(3)

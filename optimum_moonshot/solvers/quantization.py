@@ -130,9 +130,7 @@ def _slices(objective: Quadratic) -> list[slice]:
     d_in, size = objective.weight.shape[1], objective.size
     matrices = 0 if _is_shared(objective) else size
     factors = objective.fisher_term.max_rank if objective.scales.b and not matrices else 0
-    return slices_within(
-        slice(0, len(objective.weight)), 4 * d_in * (8 + 2 * (matrices + factors)), STATE_BYTES, objective.limit
-    )
+    return slices_within(slice(0, len(objective.weight)), 4 * d_in * (8 + 2 * (matrices + factors)), STATE_BYTES)
 
 
 def _is_diagonal(objective: Quadratic) -> bool:

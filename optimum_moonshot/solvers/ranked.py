@@ -154,7 +154,7 @@ class Ranked(Solver):
 
         matrix, cpu = 4 * size * size, weight.device.type == "cpu"
         most = CPU_INPUTS // size * matrix if cpu else int(GPU_FRACTION * free_bytes(weight.device))
-        parallel_map(eliminate, slices_within(slice(0, rows), matrix, most, objective.limit), weight.device)
+        parallel_map(eliminate, slices_within(slice(0, rows), matrix, most), weight.device)
         check_factored(torch.isfinite(losses))
         alive = None if objective.alive is None else objective.alive.reshape(-1, size)
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size, alive)
@@ -175,7 +175,7 @@ class Ranked(Solver):
             for mask, out in zip(masks, minimisers, strict=True):
                 _minimise(hessians, weight[part].double(), mask[part], out[part])
 
-        parts = row_slices(slice(0, len(weight)), 24 * size * size, device, objective.limit)
+        parts = row_slices(slice(0, len(weight)), 24 * size * size, device)
         parallel_map(minimise, parts, device)
         return [out.view_as(objective.weight) for out in minimisers]
 
@@ -255,7 +255,7 @@ class Inverses:
         size, device = self.objective.size, self.objective.weight.device
         inverse = torch.empty(rows.stop - rows.start, size, size, device=device)
         fits = torch.empty(len(inverse), dtype=torch.bool, device=device)
-        for part in row_slices(rows, 24 * size * size, device, self.objective.limit):
+        for part in row_slices(rows, 24 * size * size, device):
             here = slice(part.start - rows.start, part.stop - rows.start)
             lower, diagonal = self._factor(part)
             # The factor is accurate to float64, so inverting it in float32 loses accuracy by its own condition number

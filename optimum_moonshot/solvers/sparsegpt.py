@@ -79,7 +79,7 @@ class SparseGPT(Solver):
         batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
         if isinstance(pattern, NM) and (dense or samples):
             state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
-            batches = slices_within(slice(0, count), 4 * d_in * d_in if dense else state, STATE_BYTES, objective.limit)
+            batches = slices_within(slice(0, count), 4 * d_in * d_in if dense else state, STATE_BYTES)
         for rows in batches:
             factors: Factors
             if factor is None or dense:

@@ -243,4 +243,4 @@ class LowRankFactors:
 def _slices(objective: Quadratic, rows: slice, bytes_per_row: int) -> list[slice]:
     """Rows in slices whose intermediates fit `SLICE_BYTES` or `GPU_SLICE_BYTES`."""
     most = SLICE_BYTES if objective.weight.device.type == "cpu" else GPU_SLICE_BYTES
-    return slices_within(rows, bytes_per_row, most, objective.limit)
+    return slices_within(rows, bytes_per_row, most)

@@ -232,7 +232,7 @@ def test_a_retry_halves_the_slices():
     backoff, seen = Backoff(Storage(torch.device("cpu"))), []
 
     def work():
-        seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"), backoff.limit)))
+        seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"))))
         if seen[-1] < 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "result"

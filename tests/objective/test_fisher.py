@@ -37,7 +37,7 @@ class Bare(Fisher):
     def matrices(self, rows, device):
         return self.values[rows].double().clone()
 
-    def losses(self, deltas, limit=None):
+    def losses(self, deltas):
         return torch.einsum("wki,kij,wkj->w", deltas.double(), self.values.double(), deltas.double()) / self.samples
 
     def mean_square(self):

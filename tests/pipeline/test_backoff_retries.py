@@ -152,13 +152,16 @@ def test_a_run_whose_caches_are_spilled_has_the_same_masks(monkeypatch, tmp_path
 
 def test_slices_respect_their_limit():
     limit = row_slices.SliceLimit()
-    assert row_slices.slices_within(slice(2, 10), 8, 32, limit) == row_slices.split_range(2, 10, 4)
-    assert row_slices.slices_within(slice(2, 4), 8, 1, limit) == row_slices.split_range(2, 4, 1)
+    with row_slices.limited(limit):
+        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
+        assert row_slices.slices_within(slice(2, 4), 8, 1) == row_slices.split_range(2, 4, 1)
     assert limit.largest == 32
     limit = row_slices.SliceLimit(20)
-    assert row_slices.slices_within(slice(2, 10), 8, 32, limit) == row_slices.split_range(2, 10, 2)
-    assert row_slices.slices_within(slice(0, 1), 8, 32, limit) == [slice(0, 1)]
+    with row_slices.limited(limit):
+        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 2)
+        assert row_slices.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
     assert limit.largest == 16
+    assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
 
 
 @pytest.mark.parametrize("samples", [None, 1, 2, 3, 5])

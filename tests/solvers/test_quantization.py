@@ -13,7 +13,7 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.objective.row_slices import SliceLimit
+from optimum_moonshot.objective.row_slices import SliceLimit, limited
 from optimum_moonshot.solvers import quantization
 from optimum_moonshot.solvers.quantization import quantize
 
@@ -147,10 +147,9 @@ def test_rows_do_not_interact(lam):
     whole = quantize(objective_of("vectors", weight, gram, gradients, lam), weight, keep, grid)
     mixed = objective_of("vectors", weight[order], gram, gradients[:, order], lam)
     assert_nearly_equal(quantize(mixed, weight[order], keep[order], grid), whole[order])
-    objective = dataclasses.replace(
-        objective_of("vectors", weight, gram, gradients, lam), limit=SliceLimit(4 * 8 * INPUTS)
-    )
-    assert_nearly_equal(quantize(objective, weight, keep, grid), whole)
+    objective = objective_of("vectors", weight, gram, gradients, lam)
+    with limited(SliceLimit(4 * 8 * INPUTS)):
+        assert_nearly_equal(quantize(objective, weight, keep, grid), whole)
 
 
 def test_a_row_has_the_same_codes_without_the_others():
