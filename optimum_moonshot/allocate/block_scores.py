@@ -11,17 +11,23 @@ layers are rounded by largest remainders. A layer's count is divided between its
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..calibration.observer import Observer
 from ..errors import MoonshotError, Option, Text
 from ..objective.patterns import Unstructured
 from ..objective.quadratic import of_rows
+from ..pipeline.inputs import Prepared
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import streamed
+from ..pipeline.stages import FullModelPipeline, Stage
 from ..progress import progress_bar
 
 if TYPE_CHECKING:
@@ -32,6 +38,35 @@ if TYPE_CHECKING:
 BINS, LOWEST, HIGHEST = 100, 0.95, 1.5
 # Size of a slice of rows of the matrix of Kolmogorov-Smirnov distances.
 SLICE_BYTES = 64 * 2**20
+
+
+def input_squares(prepared: Prepared) -> dict[str, Tensor]:
+    """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in], by one forward pass."""
+    squares: dict[str, Tensor] = {}
+    samples, storage, backoff = prepared.calibration.num_samples, prepared.storage, prepared.backoff
+
+    def visit(stage: Stage) -> None:
+        with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False)) as observer:
+            stage.observe(observer, advance=True)
+        squares.update({layer.name: observer.take(layer).inputs for layer in stage.layers if observer.reached(layer)})
+
+    run_pipeline(_ForwardPass(prepared), visit, prepared.backoff, lambda: prepared.batches, lambda: "the outliers")
+    return squares
+
+
+class _ForwardPass:
+    """A pipeline of one forward pass; offloaded blocks are onloaded in turn."""
+
+    def __init__(self, prepared: Prepared):
+        self.prepared = prepared
+
+    def __iter__(self) -> Iterator[Stage]:
+        prepared, structure = self.prepared, self.prepared.selection.structure
+        offloaded = prepared.block_probe is not None
+        layers = structure.outside if offloaded else prepared.selection.layers
+        bar = progress_bar(prepared.batches, desc="outliers", unit="batch", shown=prepared.subject.progress)
+        full = FullModelPipeline(prepared.model, structure.blocks, bar, False, prepared.subject.loss, layers)
+        return itertools.chain(streamed(prepared, prepared.batches, False) if offloaded else (), full)
 
 
 def block_scores(
