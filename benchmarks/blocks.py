@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig
-from optimum_moonshot.evaluation.text import perplexity
+from optimum_moonshot.evaluation.metrics import perplexity
 from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.pipeline.inputs import prepare

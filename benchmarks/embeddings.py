@@ -16,7 +16,7 @@ import torch
 from common import RESULTS, machine, versions
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.evaluation.agreement import embeddings
+from optimum_moonshot.evaluation.metrics import embeddings
 
 PATTERNS = {"2:4": {"pattern": "2:4"}, "0.5": {"sparsity": 0.5}, "4 bits": {"bits": 4}}
 SPACED = {" @-@ ": "-", " @,@ ": ",", " @.@ ": "."}  # tokenized numbers and compounds

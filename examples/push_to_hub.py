@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
-from optimum_moonshot.evaluation.text import Perplexity
+from optimum_moonshot.evaluation.metrics import Perplexity
 
 DEMO = Path(__file__).parent / "demo_model"
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .config import MoonshotConfig as MoonshotConfig
     from .data.self_calibration import SelfCalibration as SelfCalibration
     from .errors import MoonshotError as MoonshotError
-    from .evaluation.agreement import agreement as agreement
-    from .evaluation.images import accuracy as accuracy
-    from .evaluation.text import perplexity as perplexity
+    from .evaluation.metrics import accuracy as accuracy
+    from .evaluation.metrics import agreement as agreement
+    from .evaluation.metrics import perplexity as perplexity
     from .evaluation.zeroshot import zero_shot as zero_shot
     from .functional import prune_weight as prune_weight
     from .functional import prune_weight_path as prune_weight_path
@@ -48,13 +48,13 @@ _MODULES = {
     "SelfCalibration": "data.self_calibration",
     "SweepReport": "sweep.report",
     "Verification": "checkpoint.verification",
-    "accuracy": "evaluation.images",
-    "agreement": "evaluation.agreement",
+    "accuracy": "evaluation.metrics",
+    "agreement": "evaluation.metrics",
     "compact_model": "model.compaction",
     "convert": "checkpoint.converting",
     "keep_sparsity": "masks",
     "load_pruned": "checkpoint.loading",
-    "perplexity": "evaluation.text",
+    "perplexity": "evaluation.metrics",
     "prune_weight": "functional",
     "prune_weight_path": "functional",
     "register_solver": "solvers",

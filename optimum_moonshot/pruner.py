@@ -29,8 +29,7 @@ from .reports.record import PruningRecord
 from .shrink.hidden_size import narrow_model
 from .shrink.run import shrink_model
 from .shrink.target import Target
-from .sweep.run import Sweep, sweep
-from .sweep.sparsity_path import SparsityPath, prune_path
+from .sweep.run import SparsityPath, Sweep, prune_path, sweep
 
 if TYPE_CHECKING:
     from .model.calls import Forward

@@ -11,6 +11,7 @@ layers are rounded by largest remainders. A layer's count is divided between its
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,9 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..calibration.observer import Observer
 from ..errors import MoonshotError, Option, Text
 from ..objective.patterns import Unstructured
 from ..objective.quadratic import of_rows
+from ..pipeline.inputs import Prepared
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import ModelPipeline
+from ..pipeline.stages import Stage
 from ..progress import progress_bar
 
 if TYPE_CHECKING:
@@ -32,6 +38,37 @@ if TYPE_CHECKING:
 BINS, LOWEST, HIGHEST = 100, 0.95, 1.5
 # Size of a slice of rows of the matrix of Kolmogorov-Smirnov distances.
 SLICE_BYTES = 64 * 2**20
+
+
+def input_squares(prepared: Prepared) -> dict[str, Tensor]:
+    """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in], by one forward pass."""
+    prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
+    collected = _InputSquares(prepared)
+    pipeline = ModelPipeline(prepared, collected)
+    run_pipeline(pipeline, collected.visit, prepared.backoff, lambda: prepared.batches, lambda: "the outliers")
+    return collected.squares
+
+
+class _InputSquares:
+    """Σ x² by layer, from the stages of a pipeline."""
+
+    def __init__(self, prepared: Prepared):
+        self.prepared = prepared
+        self.squares: dict[str, Tensor] = {}
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return layer.name not in self.squares
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """Do nothing: the pruning that follows reports layers without data."""
+
+    def visit(self, stage: Stage) -> None:
+        samples, storage = self.prepared.calibration.num_samples, self.prepared.storage
+        observer = Observer(stage.layers, True, set(), samples, storage, share=False)
+        with self.prepared.backoff.passing(observer):
+            stage.observe(observer, advance=True)
+        reached = [layer for layer in stage.layers if observer.reached(layer)]
+        self.squares |= {layer.name: observer.take(layer).inputs for layer in reached}
 
 
 def block_scores(

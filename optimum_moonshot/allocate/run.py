@@ -1,21 +1,45 @@
-"""Allocate the sparsity of variants to their layers, from scores or loss curves of the dense model."""
+"""Allocate the sparsity of variants to their layers, from scores (block_scores.py) or loss curves of the dense model.
 
-import itertools
+``allocation="fisher"`` finds the sparsities at which one more weight costs the model the same in every matrix. The
+Fisher loss is a loss of the whole model, with one unit for all matrices. The loss of a matrix l at sparsity s,
+
+    F_l(s) = 1/N Σ_n Σ_k (a_nk · (w_k - ŵ_k(s)))²
+
+is a curve, and `objective/loss_allocation.py` divides the total sparsity so that the sum of the curves is minimal. They
+are measured before the run, by separate passes over the dense model, from fewer statistics than pruning needs:
+
+* one in `SHARE` calibration samples, evenly spread, but at least `SAMPLES`;
+* one in `SHARE` rows of a matrix, but at least `ROWS`: all rows share one Gram matrix, and their losses add up;
+* ŵ(s) by the run's solver at λ = 1, whose single factorization (or elimination) serves every s.
+
+At most the statistics of one block are in memory, fewer than for pruning. The curves do not depend on λ, and the
+variants of a sweep share them. They need the only backward pass of a run at λ = 1, and the only pass over the dense
+model of a run with ``recompute``. Every curve is stored, so that a resumed run has the same allocation.
+"""
+
+import dataclasses
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from torch import Tensor
+from tqdm.auto import tqdm
 
-from ..calibration.observer import Observer
 from ..model.layers import PrunableLayer
+from ..objective.grid import Grid
+from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
+from ..objective.patterns import NM, MixedNM, Pattern, PerExpert
 from ..pipeline.inputs import Prepared
-from ..pipeline.loop import run_pipeline
-from ..pipeline.model_pipeline import block_sequences, walk_over
-from ..pipeline.stages import FullModelPipeline, Stage
-from ..pipeline.variant import Variant
+from ..pipeline.loop import run_pipeline, solve_parts
+from ..pipeline.model_pipeline import ModelPipeline
+from ..pipeline.solve import Statistics
+from ..pipeline.task import Task
+from ..pipeline.variant import Variant, share_curves
 from ..progress import progress_bar
-from .block_scores import allocate, block_scores
-from .byte_budget import byte_patterns
-from .fisher import fisher_patterns, gather_curves
+from .block_scores import allocate, block_scores, exact_patterns, input_squares
+from .byte_budget import allocated_bits, byte_patterns
+from .loss_curves import SampledRows, loss_curve, sampled_count, trial_patterns
+
+ONE_N = "the experts of a layer have one n, since config.json says one pattern of a layer"
 
 
 def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
@@ -51,35 +75,108 @@ def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
         variant.notes.append(note)
 
 
-def input_squares(prepared: Prepared) -> dict[str, Tensor]:
-    """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in], by one forward pass."""
-    squares: dict[str, Tensor] = {}
-    samples, storage, backoff = prepared.calibration.num_samples, prepared.storage, prepared.backoff
+class CurveMeasurement(Task):
+    """Measures the curve of every layer of a dense, frozen model for the variants that lack it."""
 
-    def visit(stage: Stage) -> None:
-        with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False)) as observer:
-            stage.observe(observer, advance=True)
-        squares.update({layer.name: observer.take(layer).inputs for layer in stage.layers if observer.reached(layer)})
+    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
+        selection, data = prepared.selection, prepared.calibration
+        patterns = {layer.name: [trial_patterns(selection.patterns[layer.name])[0]] for layer in selection.layers}
+        spec = SampledRows.of(selection, patterns, data.num_samples)
+        super().__init__(spec, prepared.backoff, lambda: prepared.batches)
+        self.prepared, self.variants, self.bar = prepared, variants, bar
+        self.unreached: set[str] = set()
+        self.measured: list[tuple[int, str, LossCurve]] = []  # variant, layer and curve, before the next exchange
+        self.pipeline = ModelPipeline(prepared, self)
 
-    run_pipeline(_ForwardPass(prepared), visit, prepared.backoff, lambda: prepared.batches, lambda: "the outliers")
-    return squares
+    def lacking(self, layer: PrunableLayer) -> dict[tuple[Pattern, ...], list[Variant]]:
+        """The variants without a layer's curve, by the patterns of its points."""
+        lacking: dict[tuple[Pattern, ...], list[Variant]] = {}
+        for variant in self.variants:
+            if layer.name not in variant.store.curves:
+                lacking.setdefault(trial_patterns(variant.selection.patterns[layer.name]), []).append(variant)
+        return lacking
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return layer.name not in self.unreached and bool(self.lacking(layer))
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """Skip the layer, which the run reports."""
+        self.unreached.add(layer.name)
+
+    def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
+        self.bar.set_postfix_str(layer.name)
+        config = self.prepared.selection.config
+        for patterns, lacking in self.lacking(layer).items():
+            grids = [Grid(bits, config.quant_group) for bits in allocated_bits(config)]
+            curve = loss_curve(self.prepared.selection.solver, layer, statistics, patterns, grids)
+            for variant in lacking:
+                variant.store.put_curve(layer.name, curve)
+                self.measured.append((self.variants.index(variant), layer.name, curve))
+        self.bar.update(1)
+
+    def exchange(self, solved: Sequence[PrunableLayer]) -> None:
+        share_curves(self.prepared, self.variants, self.measured)
+        self.measured = []
 
 
-class _ForwardPass:
-    """A pipeline of one forward pass; offloaded blocks are onloaded in turn."""
+def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
+    """Measure the missing curves of the variants, of all layers that the data reach; the model is dense and frozen."""
+    started, selection, data = time.perf_counter(), prepared.selection, prepared.calibration
+    data = data.spread(sampled_count(data.num_samples))
+    sampled = dataclasses.replace(prepared, selection=selection.of_the_dense_model(lam=0.0), data=data)
+    names = [layer.name for layer in selection.layers]
+    lacking = sum(any(name not in variant.store.curves for variant in variants) for name in names)
+    with progress_bar(total=lacking, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
+        task = CurveMeasurement(sampled, variants, bar)
+        run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
+    for variant in variants:
+        variant.allocating = (time.perf_counter() - started) / len(variants)
 
-    def __init__(self, prepared: Prepared):
-        self.prepared = prepared
 
-    def __iter__(self) -> Iterator[Stage]:
-        prepared, structure = self.prepared, self.prepared.selection.structure
-        offloaded = prepared.block_probe is not None
-        layers = structure.outside if offloaded else prepared.selection.layers
-        bar = progress_bar(prepared.batches, desc="outliers", unit="batch", shown=prepared.subject.progress)
-        full = FullModelPipeline(prepared.model, structure.blocks, bar, False, prepared.subject.loss, layers)
-        if not offloaded:
-            return iter(full)
-        (sequence,) = block_sequences(prepared, False).sequential
-        walk = walk_over(prepared, sequence, prepared.batches, False)
-        walk.capture()
-        return itertools.chain(walk.stages(), full)
+def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
+    """The pattern of every layer of a variant that has a curve, and a note for the report."""
+    stored = variant.store.curves
+    curves = {layer.name: stored[layer.name] for layer in variant.selection.layers if layer.name in stored}
+    pattern = variant.selection.config.parsed_pattern
+    if isinstance(pattern, MixedNM):
+        return _mixed_patterns(curves, pattern)
+    assert pattern is not None  # else the allocation is by name
+    names = {name: [f"{name} of expert {i}" for i in range(len(curve.experts))] for name, curve in curves.items()}
+    matrices: dict[str, LossCurve] = {}  # of layers, or of experts
+    for name, curve in curves.items():
+        matrices |= zip(names[name] or [name], curve.experts or [curve], strict=True)
+    sparsities = divide_sparsity(matrices, pattern.sparsity)
+    sizes = {name: curve.size for name, curve in matrices.items()}
+    # Weights that every mask removes: zeros, and those at inputs that are always 0.
+    dead = {name: round(curve.dead * curve.size) for name, curve in matrices.items()}
+    exact = exact_patterns(sizes, sparsities, pattern.sparsity, dead)
+    patterns: dict[str, Pattern] = {}
+    for name, experts in names.items():
+        by_expert = tuple(exact[expert].sparsity for expert in experts)
+        patterns[name] = (
+            PerExpert(sum(by_expert) / len(by_expert), exact=True, experts=by_expert) if experts else exact[name]
+        )
+    low, high = min(sparsities.values(), default=0), max(sparsities.values(), default=0)
+    count = sum(len(curve.experts) for curve in curves.values())
+    separate = f", {count} experts each with its own" if count else ""
+    note = f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(patterns)} layers{separate}"
+    total, least = sum(sizes.values()), sum(dead.values())
+    if least > round(pattern.sparsity * total):
+        note += f"; {least / total:.4f} of the weights are 0 or at inputs that are always 0, above the target"
+    return patterns, note
+
+
+def _mixed_patterns(curves: dict[str, LossCurve], pattern: MixedNM) -> tuple[dict[str, Pattern], str]:
+    """Like `fisher_patterns`, for n:m patterns with one n per layer."""
+    sizes = {name: curve.size for name, curve in curves.items()}
+    losses = {name: (0.0, *curve.losses) for name, curve in curves.items()}
+    steps = {name: size // pattern.m for name, size in sizes.items()}
+    removed = divide_steps(losses, steps, round(pattern.sparsity * sum(sizes.values())))
+    patterns: dict[str, Pattern] = {name: NM(pattern.m - count, pattern.m) for name, count in removed.items()}
+    total = sum(removed[name] * steps[name] for name in removed) / max(1, sum(sizes.values()))
+    by_sparsity: dict[float, list[str]] = {}
+    for one in patterns.values():
+        by_sparsity.setdefault(one.sparsity, []).append(str(one) if one.sparsity else "dense")
+    counts = ", ".join(f"{len(names)} layers {names[0]}" for _, names in sorted(by_sparsity.items()))
+    one_n = "; " + ONE_N if any(curve.experts for curve in curves.values()) else ""
+    return patterns, f"Fisher allocation: {counts}; sparsity {total:.6f}, target {pattern.sparsity:g}{one_n}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import MoonshotConfig
-    from ..evaluation.agreement import Embeddings
+    from ..evaluation.metrics import Embeddings
     from ..pruner import MoonshotPruner
 
 IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
@@ -206,7 +206,7 @@ def make_metric(
     embeddings of a data set in `dense`, else with those that are measured first.
     """
     from .. import accuracy, perplexity
-    from ..evaluation.agreement import Agreement, embeddings
+    from ..evaluation.metrics import Agreement, embeddings
     from ..model.embeddings import has_head
     from ..model.model_info import takes_images
 

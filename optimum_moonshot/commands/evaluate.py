@@ -24,7 +24,7 @@ from .common import (
 if TYPE_CHECKING:
     import torch
 
-    from ..evaluation.agreement import Embeddings
+    from ..evaluation.metrics import Embeddings
     from ..evaluation.report import EvalReport
 
 

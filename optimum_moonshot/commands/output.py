@@ -10,16 +10,23 @@ DIR.partial/seed-N.json    the report of a finished seed
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import Timeout
 
 from ..errors import MoonshotError, Text
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
-from .common import UsageError, expect, usage_errors
+from .common import UsageError, check_data, expect, find_device, load_pruner, pruner_metric, usage_errors
 from .launch import is_first
+from .method_options import calibration_source
+
+if TYPE_CHECKING:
+    from ..config import MoonshotConfig
+    from ..pruner import MoonshotPruner
+
 
 RESUMED_HELP = "a killed run leaves DIR.partial, and resumes when you rerun the command"
 _MANIFEST, _LOCK = "command.json", "command.lock"
@@ -171,3 +178,32 @@ def _files(path: Path) -> list[Any]:
     """The files of a path, each with its size and time."""
     paths = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.is_file()]
+
+
+Change = Callable[["MoonshotPruner", Any, Output], list[str]]
+
+
+def change_and_save(args: argparse.Namespace, config: "MoonshotConfig", started: float, change: Change) -> None:
+    """Load a model, change it, and save it, with `--eval` before and after.
+
+    Args:
+        args: of the command, with the options of a model, an output, calibration data and `--eval`.
+        config: of the run.
+        started: `time.perf_counter()` at the start of the command.
+        change: changes the model of a pruner by calibration data, and returns the lines to print first.
+    """
+    device = find_device(args.device)
+    calibration = calibration_source(args, config) or "c4"
+    check_data("eval", args.eval)
+    with open_output(args) as output:
+        pruner = load_pruner(args, config, device)
+        metric = pruner_metric(pruner)
+        before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
+        lines = change(pruner, calibration, output)
+        record = {} if pruner.report is None else {"record": pruner.report.record}
+        lines += pruner_metric(pruner).changes(before, **record)
+        output.begin()
+        pruner.save_pretrained(output.path)
+        output.finish()
+    if is_first():
+        print(*lines, f"saved       {args.output}", f"seconds     {time.perf_counter() - started:.1f}", sep="\n")

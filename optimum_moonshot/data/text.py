@@ -11,7 +11,7 @@ change.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MoonshotError, Option, Text, check_whole, require
-from .batches import Batch, digest, take
+from .batches import Batch, digest, sample_count, spread_samples, take
 from .batches import batch_size as samples_of
 from .chat import render
 from .sources import CORPORA, TEXT_SPLITS, Document, ModelInputs, Texts, describe, open_source, read_texts, short_name
@@ -45,6 +45,11 @@ class CalibrationData:
     digest: str  # sha256 of keys, shapes, dtypes and bytes of all samples in order
     notes: tuple[str, ...]
     model_inputs: bool = False  # the source contained model inputs, not text
+
+    def spread(self, count: int) -> "CalibrationData":
+        """At most `count` evenly spaced samples, with the same description."""
+        batches = spread_samples(self.batches, count)
+        return replace(self, batches=batches, num_samples=sample_count(batches))
 
     def describe(self) -> dict[str, Any]:
         """JSON types for reports, without private paths."""

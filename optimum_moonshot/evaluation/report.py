@@ -14,9 +14,7 @@ from ..errors import MoonshotError, check_path, require
 from ..files import replace_file, writing
 from ..reports.json_files import check_fields
 from ..reports.measurement import Measured, Measurement, versions
-from .agreement import Agreement
-from .images import Accuracy
-from .text import Perplexity
+from .metrics import Accuracy, Agreement, Perplexity
 from .zeroshot import ZeroShot
 
 Result = Perplexity | Accuracy | Agreement

@@ -26,8 +26,7 @@ from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
 from ..objective.grid import Grid
 from ..packing import INPUTS, Codec, Quantized
-from ..runtime.packed_module import packed_parts
-from ..runtime.smallest import Packed, pack_if_smaller
+from ..runtime.packed_module import Packed, pack_if_smaller, packed_parts
 from .conversion import unpacked
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own

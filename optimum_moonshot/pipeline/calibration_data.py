@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..data.batches import Batch, batch_size, shorten, split_batches, without_padding
-from ..data.image_text import load_image_text, open_image_text, reads_both
-from ..data.images import load_images, open_images
+from ..data.images import load_image_text, load_images, open_image_text, open_images, reads_both
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, Usable, load_calibration
 from ..errors import Option, Text, require

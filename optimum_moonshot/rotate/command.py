@@ -4,7 +4,6 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..commands.change import change_and_save
 from ..commands.common import (
     add_data_option,
     add_model_options,
@@ -13,7 +12,7 @@ from ..commands.common import (
     import_modules,
 )
 from ..commands.method_options import add_calibration_options, add_method_options, make_config
-from ..commands.output import RESUMED_HELP, Output
+from ..commands.output import RESUMED_HELP, Output, change_and_save
 
 if TYPE_CHECKING:
     from ..pruner import MoonshotPruner

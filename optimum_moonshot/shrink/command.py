@@ -4,10 +4,9 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..commands.change import change_and_save
 from ..commands.common import add_data_option, add_model_options, add_output_options, import_modules, usage_errors
 from ..commands.method_options import add_calibration_options, add_method_options, make_config
-from ..commands.output import RESUMED_HELP, Output
+from ..commands.output import RESUMED_HELP, Output, change_and_save
 
 if TYPE_CHECKING:
     from ..pruner import MoonshotPruner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..model.layers import PrunableLayer, find_blocks
+from ..model.layers import PrunableLayer, find_blocks, find_structure
 from ..model.structured_groups import StructuredGroups
 from .experts import ExpertCount
 from .widths import Width
@@ -72,7 +72,6 @@ def dense_cost(model: nn.Module, unit: str) -> float:
 
 def shape_costs(
     model: PreTrainedModel,
-    layers: Mapping[str, PrunableLayer],
     widths: Sequence[Width],
     unit: str,
     narrowing: Narrowing | None = None,
@@ -81,12 +80,12 @@ def shape_costs(
 
     Args:
         model: dense.
-        layers: all layers of the model's blocks, by name.
         widths: that can be reduced.
         unit: "parameters" or "bytes".
         narrowing: the costs are those with this hidden size.
     """
     count = count_entries if unit == "parameters" else count_bytes
+    layers: dict[str, PrunableLayer] = {layer.name: layer for layer in find_structure(model).layers()}
 
     def size(parameter: nn.Parameter, entries: int) -> float:
         return count(parameter, entries if narrowing is None else narrowing.entries(parameter, entries))

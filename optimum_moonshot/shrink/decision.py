@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
-from ..model.layers import PrunableLayer, find_blocks, find_structure
+from ..model.layers import find_blocks, find_structure
 from .costs import Costs, shape_costs
 from .experts import ExpertCount, WithoutExperts
 from .latency import latency_costs
@@ -87,15 +87,13 @@ def measure_tables(
     if target.field == "latency":  # first, so that a wrong target costs nothing else
         seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
         target.budget(seconds.dense)
-    structure = find_structure(model)
-    layers: dict[str, PrunableLayer] = {layer.name: layer for layer in structure.layers()}
-    by_block = [block.layers for block in structure.blocks]
+    by_block = [block.layers for block in find_structure(model).blocks]
     losses = [width_losses(trials, width, by_block) for width in widths]
     if experts is not None:
         losses.append(expert_losses(trials, *experts, [module for _, module in find_blocks(model)]))
         widths = [*widths, experts[0]]
     refused = dict(refused)
-    parameters, sizes = (shape_costs(model, layers, widths, unit) for unit in ("parameters", "bytes"))
+    parameters, sizes = (shape_costs(model, widths, unit) for unit in ("parameters", "bytes"))
     costs = {"parameters": parameters, "bytes": sizes, "latency": seconds}[target.field]
     assert costs is not None
     try:

@@ -12,7 +12,7 @@ from ..calibration.mixture_sums import MixtureStatistics
 from ..config import MoonshotConfig
 from ..data.batches import Batch
 from ..errors import MoonshotError
-from ..experts.problems import MixtureProblems
+from ..experts.choice import MixtureProblems
 from ..experts.removal import ExpertRemoval
 from ..model.calls import evaluation_mode
 from ..model.experts import expert_parameters
@@ -102,7 +102,7 @@ class ExpertTrials(MixtureProblems):
     def lacks_mixture(self, name: str) -> bool:
         return name not in self.problems
 
-    def take(self, mixture: Mixture, statistics: MixtureStatistics) -> None:
+    def use(self, mixture: Mixture, statistics: MixtureStatistics) -> None:
         self.problems[mixture.name] = self.problem(statistics)
 
     def without(self, trial: int) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""The hidden size as a part of a model that may leave: its sizes, with their predicted losses."""
+"""A smaller hidden size: the sizes that a model may have, with their predicted losses, and the model of one size."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
-from ..model.layers import find_structure
 from ..pipeline.inputs import Prepared
+from ..reports.prune_report import PruneReport
 from .costs import Costs, Narrowing, dense_cost, shape_costs
-from .decision import Tables
-from .hidden_size import cut_stream
+from .decision import Decision, Tables, alternatives
+from .hidden_size import WidthReduction, cut_stream
 from .latency import as_measured, model_latency
 from .losses import HIDDEN, MOST_BLOCKS, interpolated
+from .report import Candidate, ShrinkReport
 from .stream import Stream, collect_moments, find_stream
 from .target import Target
 from .trials import Trials
@@ -103,9 +105,8 @@ def check_reachable(
     if target.field == "latency":
         return
     narrowing = None if stream is None else _narrowing(stream, _sizes(stream, MEASURED[-1], multiple)[-1])
-    structure = find_structure(model)
-    layers = {layer.name: layer for layer in structure.layers()}
-    least = shape_costs(model, layers, widths, target.unit, narrowing).least(int(MOST_BLOCKS * len(structure.blocks)))
+    costs = shape_costs(model, widths, target.unit, narrowing)
+    least = costs.least(int(MOST_BLOCKS * len(costs.blocks)))
     dense = dense_cost(model, target.unit)
     if least > target.budget(dense):
         raise target.unreachable(least, dense, refused)
@@ -153,9 +154,10 @@ def hidden_sizes(
         shares = np.minimum.accumulate(np.interp(removed, list(relative), list(relative.values())))
         costs = {size: tables.costs_of(target).scaled(float(share)) for size, share in zip(sizes, shares, strict=True)}
     else:
-        model, layers = stream.model, {layer.name: layer for layer in find_structure(stream.model).layers()}
+        narrowings = {size: _narrowing(stream, size) for size in sizes}
         costs = {
-            size: shape_costs(model, layers, tables.widths, target.unit, _narrowing(stream, size)) for size in sizes
+            size: shape_costs(stream.model, tables.widths, target.unit, narrowing)
+            for size, narrowing in narrowings.items()
         }
     return HiddenSizes(stream, losses, costs, refused)
 
@@ -180,3 +182,77 @@ def _latency(stream: Stream, size: int, trials: Trials, batch_shape: tuple[int, 
     keep = as_measured(trials.measurements.keep, stream.model, batch_shape)
     dense = keep("seconds", lambda: model_latency(stream.model, batch_shape))
     return keep(f"seconds of {HIDDEN} {size}", partial(measure, size)) / dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrowed:
+    """A model with a smaller hidden size, with the predicted increase of its loss."""
+
+    model: PreTrainedModel
+    reduction: WidthReduction
+    loss: float
+    refused: Mapping[str, str]
+    basis: Tensor  # as in `DenseTeacher`
+
+    def sufficient(self, unit: str, budget: float, cost: float) -> Decision:
+        """The decision to remove nothing else, since the cost is within the budget."""
+        count, size = (round(dense_cost(self.model, kind)) for kind in ("parameters", "bytes"))
+        nothing = Candidate((), {}, 0.0, cost)
+        report = ShrinkReport(unit, budget, cost, nothing, (), {}, (), {}, (count, count), (size, size))
+        return Decision((), {}, count, report)
+
+    def complete(self, report: PruneReport, tables: Tables, target: Target, measured: Mapping[str, float]) -> None:
+        """Add the smaller hidden size to a report of the parts that left the narrowed model.
+
+        Args:
+            report: changed.
+            tables: of the dense model.
+            target: of the run.
+            measured: all measurements of the dense model.
+        """
+        shrunk, compaction, reduction = report.shrink, report.compaction, self.reduction
+        assert shrunk is not None and compaction is not None
+        costs, (width, size) = tables.costs_of(target), reduction.hidden_size
+        chosen = Candidate(
+            (HIDDEN, *shrunk.chosen.allowed),
+            {HIDDEN: width - size, **shrunk.chosen.removed},
+            self.loss + shrunk.chosen.loss,
+            shrunk.chosen.cost,
+        )
+        after = {f"{HIDDEN} {size}, {name}": value for name, value in shrunk.measured.items()}
+        parameters = round(tables.parameters.dense), shrunk.parameters[1]
+        report.shrink = dataclasses.replace(
+            shrunk,
+            dense=costs.dense,
+            chosen=chosen,
+            hidden_size=reduction.hidden_size,
+            seconds=None if shrunk.seconds is None else (costs.dense, shrunk.seconds[1]),
+            considered=(*alternatives(tables.program(costs), target.budget(costs.dense)), chosen),
+            measured={**measured, **after},
+            parameters=parameters,
+            bytes=(round(tables.bytes.dense), shrunk.bytes[1]),
+            refused={**tables.refused, **self.refused, **shrunk.refused},
+        )
+        config = {**{name: list(change) for name, change in reduction.config.items()}, **compaction["config"]}
+        report.compaction = {**compaction, "config": config, "parameters": list(parameters)}
+
+
+def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | None:
+    """The model with the hidden size of the least predicted loss; None if that is its own.
+
+    Sizes that the architecture does not support are noted in `hidden`.
+
+    Raises:
+        MoonshotError: no combination reaches the target.
+    """
+    for size in hidden.ranked(tables, target):
+        if size == hidden.width:
+            return None
+        try:
+            model, reduction = cut_stream(hidden.stream, size)
+        except MoonshotError as error:
+            hidden.refuse(size, str(error))
+        else:
+            return Narrowed(model, reduction, hidden.losses[size], hidden.refused, hidden.stream.projection(size))
+    dense = tables.costs_of(target).dense
+    raise target.unreachable(hidden.least(tables), dense, {**tables.refused, **hidden.refused})

@@ -13,8 +13,7 @@ from ..prune.layers import prune_layers
 from .decision import Tables, measure_tables
 from .experts import expert_trials
 from .hidden import HiddenSizes, check_reachable, find_hidden, hidden_sizes
-from .parts import LAM_HEADS
-from .request import Shrinking
+from .request import LAM_HEADS, Shrinking
 from .trials import Trials
 from .widths import find_widths
 

@@ -19,13 +19,8 @@ from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .decision import Decision
 from .experts import ExpertCount, expert_config
-from .latency import model_latency
-from .request import Shrinking
+from .request import LAM_HEADS, LAM_NEURONS, Shrinking
 from .widths import Width
-
-# λ where the configuration has none, by whether heads leave: the removal of neurons alone gains nothing by the Fisher
-# loss, and needs no backward pass without it (benchmarks/results/shrink.json).
-LAM_HEADS, LAM_NEURONS = 0.5, 1.0
 
 
 def apply_decision(
@@ -122,7 +117,7 @@ def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report
     require(left == expected, message)
     shrunk = decision.report
     if run.target.field == "latency":
-        seconds = (shrunk.dense, model_latency(model, run.batch_shape))
+        seconds = (shrunk.dense, run.cost_of(model))
         shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
         if seconds[1] > shrunk.budget:
             latencies = f"{1e3 * seconds[1]:.4g} ms, the target {1e3 * shrunk.budget:.4g} ms"

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
@@ -16,8 +17,12 @@ from ..objective.patterns import Structured
 from ..pipeline.run_folder import RunFolder
 from ..pipeline.selection import DenseTeacher, Subject, check_dense
 from .costs import dense_cost
-from .latency import check_timed
+from .latency import check_timed, model_latency
 from .target import Target, check_batch_shape
+
+# λ where the configuration has none, with and without the removal of heads: for neurons alone the Fisher loss gains
+# nothing, and without it no backward pass is needed (benchmarks/results/shrink.json).
+LAM_HEADS, LAM_NEURONS = 0.5, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,24 @@ class Shrinking:
         """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
         teacher = self.subject.teacher or DenseTeacher(self.model)
         return dataclasses.replace(self.subject, model=model, teacher=dataclasses.replace(teacher, removed=blocks))
+
+    def cost_of(self, model: PreTrainedModel) -> float:
+        """The cost of a smaller model, in the unit of the target."""
+        if self.target.field == "latency":
+            return model_latency(model, self.batch_shape)
+        return dense_cost(model, self.target.unit)
+
+    def of_narrowed(self, model: PreTrainedModel, basis: Tensor, dense: float) -> "Shrinking":
+        """The request for the remaining parts of the model with a smaller hidden size.
+
+        Args:
+            model: the narrowed one.
+            basis: as in `DenseTeacher`.
+            dense: the cost of the dense model.
+        """
+        subject = dataclasses.replace(self.subject, model=model, teacher=DenseTeacher(self.teacher, (), basis))
+        target = dataclasses.replace(self.target, dense=dense)
+        return dataclasses.replace(self, subject=subject, target=target, resume_dir=self.folder("narrowed"))
 
     def folder(self, name: str) -> Path | None:
         return None if self.resume_dir is None else self.resume_dir / name

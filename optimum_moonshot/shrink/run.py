@@ -16,8 +16,8 @@ from ..pipeline.selection import Subject
 from ..prune.run import Discard
 from ..reports.prune_report import PruneReport
 from .decision import Tables, decide, without_set
+from .hidden import Narrowed, narrow
 from .measurements import measure_parts
-from .narrowing import Narrowed, narrow
 from .parts import apply_decision, attach_decision, without_blocks
 from .request import Shrinking, check_request
 from .target import Target
@@ -86,8 +86,8 @@ def shrink_narrowed(
         MoonshotError: as `shrink_model`.
     """
     costs = tables.costs_of(run.target)
-    budget, cost = run.target.budget(costs.dense), narrowed.cost(run)
-    smaller = narrowed.request(run, costs.dense)
+    budget, cost = run.target.budget(costs.dense), run.cost_of(narrowed.model)
+    smaller = run.of_narrowed(narrowed.model, narrowed.basis, costs.dense)
     if cost <= budget:
         model, report = apply_decision(smaller, narrowed.sufficient(costs.unit, budget, cost), narrowed.model, None)
     else:

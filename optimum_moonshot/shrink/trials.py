@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..calibration.statistic import NOT_FINITE
-from ..config import MoonshotConfig
-from ..data.batches import sample_count, spread_samples
 from ..errors import require
 from ..model.calls import evaluation_mode
 from ..model.depth import BlockSearch, skipping
@@ -25,7 +23,7 @@ from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
 from .blocks import BlockScores, score_blocks
 from .losses import BLOCKS
-from .widths import TRIALS, Width, trial_levels
+from .widths import Width, trial_configs
 
 # Samples on which losses are measured, spread over the calibration data; and on which parts are only compared with each
 # other, for which the difference of two losses on the same samples is precise enough.
@@ -84,10 +82,7 @@ class Trials:
 
     def _on(self, count: int) -> Prepared:
         """The run on at most so many samples, with the outputs of the dense model if losses need them."""
-        data = self.prepared.calibration
-        batches = spread_samples(data.batches, count)
-        data = dataclasses.replace(data, batches=batches, num_samples=sample_count(batches))
-        prepared = dataclasses.replace(self.prepared, data=data)
+        prepared = dataclasses.replace(self.prepared, data=self.prepared.calibration.spread(count))
         remember_outputs(prepared)
         return prepared
 
@@ -155,20 +150,3 @@ class Trials:
             # In host memory the five trials of a Llama would take 1.8 times as much as the model.
             self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir", spilling=True))
         self.solve(self.prepared, self.variants)
-
-
-def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[MoonshotConfig]:
-    """The configuration of every trial, which names the sparsity of each layer."""
-    levels = [trial_levels(width) for width in widths]
-    return [
-        layer_config(config, {width: each[trial] for width, each in zip(widths, levels, strict=True)}, lam=1.0)
-        for trial in range(len(TRIALS))
-    ]
-
-
-def layer_config(config: MoonshotConfig, levels: Mapping[Width, int], lam: float) -> MoonshotConfig:
-    """The configuration that removes a number of groups of every width, and nothing of other layers."""
-    allocation: dict[str, float | str] = {
-        layer.name: width.sparsity(level) for width, level in levels.items() for layer, _ in width.members
-    }
-    return dataclasses.replace(config, sparsity=0.0, allocation=allocation or "uniform", lam=lam, recover=None)

@@ -4,13 +4,16 @@ A width is searched as compaction does: a configuration has to describe exactly 
 all blocks, since it has one number for them.
 """
 
+import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..config import MoonshotConfig
 from ..data.batches import Batch
 from ..model.compaction import Family, GroupSearch
 from ..model.layers import PrunableLayer
@@ -42,6 +45,19 @@ def trial_levels(width: Width) -> tuple[int, ...]:
     """The level of a width in each trial: the nearest to the fraction, at least the first."""
     smallest, *others = width.levels[1:]
     return tuple(min((smallest, *others), key=lambda level: abs(level - part * width.count)) for part in TRIALS)
+
+
+def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[MoonshotConfig]:
+    """The configuration of every trial at λ = 1, which names the sparsity of each layer; other layers stay dense."""
+    levels = {width: trial_levels(width) for width in widths}
+    configs = []
+    for trial in range(len(TRIALS)):
+        allocation: dict[str, float | str] = {
+            layer.name: width.sparsity(levels[width][trial]) for width in widths for layer, _ in width.members
+        }
+        settings: dict[str, Any] = {"sparsity": 0.0, "allocation": allocation or "uniform", "lam": 1.0, "recover": None}
+        configs.append(dataclasses.replace(config, **settings))
+    return configs
 
 
 def find_widths(

@@ -1,6 +1,9 @@
 """Many variants of a pruning on one calibration: λ, sparsities and patterns (MOONSHOT, arXiv 2604.13287, section 4.3).
 
-The model has the weights of a variant only while its metric is measured.
+A sweep measures a metric of every variant; the model has the weights of a variant only during its measurement. A
+sparsity path is a model at several sparsities from one elimination per layer: a solver that ranks removals
+(`solvers/ranked.py`: OBC, CAP) removes all weights once, each sparsity is a prefix of this ranking, and only the values
+of the surviving weights are computed for it.
 """
 
 import math
@@ -15,6 +18,7 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, require, shown
+from ..functional import check_ranked
 from ..model.calls import evaluation_mode
 from ..model.losses import is_causal
 from ..pipeline.calibration_loss import mean_loss, mean_of, remember_outputs
@@ -39,7 +43,7 @@ class Sweep:
         self.solved, self.report = solved, report
 
     def _variant(self, entry: SweepEntry) -> Variant:
-        message = "it is not of this sweep; take one of the report's entries"
+        message = "it is not of this sweep; give one of the report's entries"
         require(entry in self.report.entries, message, field="entry", value=entry)
         return self.solved.variants[self.report.entries.index(entry)]
 
@@ -96,12 +100,9 @@ def sweep(
         entries = [_entry(prepared, variant, metric) for variant in bar]
     seconds, spent = time.perf_counter() - started, sum(entry.seconds for entry in entries)
     lead = prepared.selection.config
-    name = "calibration perplexity" if _has_perplexity(prepared) else "calibration loss"
-    if callable(metric):
-        name = getattr(metric, "__name__", "metric").replace("_", " ")
     report = SweepReport(
         solver=lead.solver,
-        metric="metric" if name == "<lambda>" else name,
+        metric=_metric_name(prepared, metric),
         maximize=maximize,
         dense=dense[0],
         entries=entries,
@@ -111,6 +112,13 @@ def sweep(
         versions=versions(),
     )
     return Sweep(solved, report)
+
+
+def _metric_name(prepared: Prepared, metric: str | Metric) -> str:
+    if not callable(metric):
+        return "calibration perplexity" if _has_perplexity(prepared) else "calibration loss"
+    name = getattr(metric, "__name__", "metric").replace("_", " ")
+    return "metric" if name == "<lambda>" else name
 
 
 def _has_perplexity(prepared: Prepared) -> bool:
@@ -154,3 +162,70 @@ def _entry(prepared: Prepared, variant: Variant, metric: str | Metric) -> SweepE
         loss=sum(losses) / len(losses) if losses else math.nan,
         seconds=time.perf_counter() - started + variant.solving,
     )
+
+
+class SparsityPath:
+    """The results of `MoonshotPruner.prune_path`. The model is dense until `apply`.
+
+    ```python
+    path = pruner.prune_path("c4", [0.5, 0.7, 0.9])
+    for sparsity in path.sparsities:
+        with path.applied(sparsity):
+            print(sparsity, perplexity(pruner.model, pruner.tokenizer, "wikitext2").value)
+    report = path.apply(0.7)
+    pruner.save_pretrained("pruned-0.7")
+    ```
+    """
+
+    def __init__(self, solved: Solved, report: Callable[[PruneReport], PruneReport]):
+        self._solved, self._report = solved, report
+        sparsities = [(variant.selection.config.sparsity, variant) for variant in solved.variants]
+        self._variants = {sparsity: variant for sparsity, variant in sparsities if sparsity is not None}
+
+    @property
+    def sparsities(self) -> list[float]:
+        return list(self._variants)
+
+    def applied(self, sparsity: float) -> AbstractContextManager[None]:
+        """A context in which the model has the weights of one sparsity, and afterwards its previous ones."""
+        return self._variant(sparsity).applied()
+
+    def apply(self, sparsity: float) -> PruneReport:
+        """Write the weights of one sparsity into the model; others can be applied later.
+
+        Returns:
+            The report, which is also that of the pruner.
+
+        Raises:
+            MoonshotError: the path lacks this sparsity, or the call is inside of `applied`.
+        """
+        variant = self._variant(sparsity)
+        check_idle(variant.model, "apply")
+        variant.commit(keep=True)
+        # The calibration passes are shared; the variants have divided the time of the solver.
+        calibrating = self._solved.seconds - sum(variant.solving for variant in self._solved.variants)
+        seconds = {"calibration": calibrating, "solver": variant.solving, "total": calibrating + variant.solving}
+        return self._report(variant.report(self._solved.prepared, seconds))
+
+    def discard(self) -> None:
+        """Delete the folder of the results, if there is one."""
+        self._solved.discard()
+
+    def _variant(self, sparsity: float) -> Variant:
+        message = f"the path has {', '.join(map(str, self._variants))}"
+        require(sparsity in self._variants, message, field="sparsity", value=sparsity)
+        return self._variants[sparsity]
+
+
+def prune_path(
+    subject: Subject,
+    config: MoonshotConfig,
+    calibration: Any,
+    sparsities: Sequence[float],
+    work_dir: str | os.PathLike[str] | None,
+    report: Callable[[PruneReport], PruneReport],
+) -> SparsityPath:
+    """Solve for `MoonshotPruner.prune_path`; `report` receives the report of every sparsity that is applied."""
+    check_ranked(config, sparsities)
+    selections = select_layers(subject.model, combinations(config, [config.lam], sparsities, None))
+    return SparsityPath(solve_variants(subject, selections, calibration, work_dir), report)

@@ -22,11 +22,11 @@ from optimum_moonshot.allocate.block_scores import (
     alpha_sparsities,
     apportion,
     exact_patterns,
+    input_squares,
     outlier_share,
     owl_sparsities,
     tail_exponent,
 )
-from optimum_moonshot.allocate.run import input_squares
 from optimum_moonshot.functional import build_objective
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure

@@ -10,8 +10,8 @@ from report_totals import total_size
 from tiny_mixtures import experts, mixtral, observe, prune, same, starving
 
 from optimum_moonshot import MoonshotConfig, load_pruned
-from optimum_moonshot.allocate.fisher import ONE_N, fisher_patterns
 from optimum_moonshot.allocate.loss_curves import SPARSITIES
+from optimum_moonshot.allocate.run import ONE_N, fisher_patterns
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity

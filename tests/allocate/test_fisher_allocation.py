@@ -11,8 +11,8 @@ from models import image_batches, make, token_batches
 from report_totals import target_zeros, total_size
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
-from optimum_moonshot.allocate import fisher as fisher_allocation
 from optimum_moonshot.allocate import loss_curves
+from optimum_moonshot.allocate import run as fisher_allocation
 from optimum_moonshot.allocate.loss_curves import SPARSITIES
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import spread_samples

@@ -17,7 +17,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, conv
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.checkpoint.saving import record
 from optimum_moonshot.checkpoint.weight_files import Checkpoint
-from optimum_moonshot.evaluation.text import Perplexity
+from optimum_moonshot.evaluation.metrics import Perplexity
 
 EXPORT = "compressed-tensors"
 TEXT = dict(

@@ -16,7 +16,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, conver
 from optimum_moonshot.checkpoint.base_card import MARKER, code, code_block, escaped, find_base, parted, unescaped
 from optimum_moonshot.checkpoint.card import Facts, render
 from optimum_moonshot.checkpoint.saving import record
-from optimum_moonshot.evaluation.text import Perplexity
+from optimum_moonshot.evaluation.metrics import Perplexity
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -26,7 +26,7 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.reports.prune_report import PruneReport
 from optimum_moonshot.reports.record import PruningRecord
-from optimum_moonshot.runtime.smallest import pack_if_smaller
+from optimum_moonshot.runtime.packed_module import pack_if_smaller
 
 UP = "model.layers.1.mlp.up_proj"
 AUTO = hf.AutoModelForCausalLM

@@ -13,9 +13,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accu
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.checkpoint.saving import record
 from optimum_moonshot.commands import evaluate
-from optimum_moonshot.evaluation.images import Accuracy
+from optimum_moonshot.evaluation.metrics import Accuracy, Perplexity
 from optimum_moonshot.evaluation.report import EvalReport
-from optimum_moonshot.evaluation.text import Perplexity
 from optimum_moonshot.evaluation.zeroshot import ZeroShot
 
 SHORT = ["--sequence-length", "64", "--device", "cpu"]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, SelfCalibration, perplexity
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.text import bos_of, load_calibration
-from optimum_moonshot.evaluation.text import Perplexity
+from optimum_moonshot.evaluation.metrics import Perplexity
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -14,7 +14,7 @@ from sentence_encoders import make as make_model
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, agreement
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.batches import split_batches
-from optimum_moonshot.evaluation import agreement as module
+from optimum_moonshot.evaluation import metrics as module
 from optimum_moonshot.evaluation.report import EvalReport
 
 WORDS = ["one two", "three", "four five six", "seven", "eight nine", "ten eleven twelve", "thirteen"]

@@ -17,8 +17,8 @@ from transformers import T5ForConditionalGeneration as T5
 from optimum_moonshot.data import sources
 from optimum_moonshot.data import text as data
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.evaluation import text as evaluation
-from optimum_moonshot.evaluation.text import Perplexity, perplexity
+from optimum_moonshot.evaluation import metrics as evaluation
+from optimum_moonshot.evaluation.metrics import Perplexity, perplexity
 from optimum_moonshot.model.model_info import max_positions
 
 TEXT = " ".join(str(number) for number in range(140))

@@ -14,7 +14,7 @@ from optimum_moonshot import MoonshotError, convert
 from optimum_moonshot.checkpoint.weight_files import Description
 from optimum_moonshot.integrations.conversion import unpacked
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.runtime.smallest import find_pattern, pack_if_smaller
+from optimum_moonshot.runtime.packed_module import find_pattern, pack_if_smaller
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from offloaded_models import offloaded
 from training_runs import trainer
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight
-from optimum_moonshot.evaluation.text import perplexity
+from optimum_moonshot.evaluation.metrics import perplexity
 from optimum_moonshot.model.isolation import isolated
 from optimum_moonshot.torch_settings import usual_settings
 

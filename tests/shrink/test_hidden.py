@@ -21,7 +21,7 @@ def costs(model, unit, narrowing=None):
     layers = {layer.name: layer for layer in find_structure(model).layers()}
     widths, _ = find_widths(model, probe_inputs(model), set(layers), 1)
     experts, _ = find_experts(model, probe_inputs(model))
-    return shape_costs(model, layers, [*widths, *filter(None, [experts])], unit, narrowing)
+    return shape_costs(model, [*widths, *filter(None, [experts])], unit, narrowing)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen2", "qwen3", "phi3", "mixtral"])

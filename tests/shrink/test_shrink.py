@@ -17,9 +17,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, Prun
 from optimum_moonshot.commands.moonshot import MoonshotCommand
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
-from optimum_moonshot.shrink import hidden, latency, trials
+from optimum_moonshot.shrink import hidden, latency, request, trials
 from optimum_moonshot.shrink import measurements as shrink_measurements
-from optimum_moonshot.shrink import narrowing as shrink_hidden
 from optimum_moonshot.shrink import parts as shrink_parts
 from optimum_moonshot.shrink import run as shrink
 from optimum_moonshot.shrink.report import ShrinkReport
@@ -168,7 +167,7 @@ def test_the_error_of_an_impossible_target_has_the_least_reachable_value(name):
 @pytest.mark.slow
 def test_a_target_out_of_reach_of_the_narrowed_model_is_compared_with_the_dense_one(seconds_by_size, monkeypatch):
     """The latency of a narrowed model may be larger than that of its parts predicted."""
-    monkeypatch.setattr(shrink_hidden, "model_latency", lambda *_: 1.0)
+    monkeypatch.setattr(request, "model_latency", lambda *_: 1.0)
     monkeypatch.setattr(shrink, "narrow", partial(slowed, shrink.narrow, monkeypatch))
     with pytest.raises(MoonshotError, match=r"latency=0.4: the smallest configuration has .* ms, (\S+) of") as caught:
         shrunk(model=low_rank(), latency=0.4, batch_shape=(1, 8))
@@ -200,7 +199,7 @@ def test_latencies_of_another_batch_shape_do_not_serve_a_repeated_run(monkeypatc
 def test_a_latency_above_the_target_is_noted(seconds_by_size, monkeypatch):
     pruner, report = shrunk("gpt2", latency=0.7, batch_shape=(1, 8))
     assert not any("latency" in note for note in pruner.report.notes)
-    monkeypatch.setattr(shrink_parts, "model_latency", lambda *_: 0.01)
+    monkeypatch.setattr(request, "model_latency", lambda *_: 0.01)
     pruner, report = shrunk("gpt2", latency=0.7, batch_shape=(1, 8))
     (note,) = (note for note in pruner.report.notes if "latency" in note)
     assert f"10 ms, the target {1e3 * report.budget:.4g} ms" in note
@@ -232,7 +231,8 @@ def test_a_failure_leaves_the_model_and_the_pruner_unchanged(monkeypatch, second
         raise MoonshotError("the hidden size stays")
 
     monkeypatch.setattr(hidden, "find_stream", refuse)
-    monkeypatch.setattr(shrink if place == "decide" else shrink_parts, place, fail)
+    places = {"decide": shrink, "model_latency": request}
+    monkeypatch.setattr(places.get(place, shrink_parts), place, fail)
     with pytest.raises(RuntimeError, match="stop"):
         pruner.shrink(BATCHES, latency=0.8, progress=False)
     assert pruner.model is model and pruner.report is None

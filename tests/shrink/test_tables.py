@@ -21,15 +21,15 @@ def parts(name):
     model = make(name)
     layers = {layer.name: layer for layer in find_structure(model).layers()}
     widths, refused = find_widths(model, probe_inputs(model), set(layers), 1)
-    return model, layers, widths, refused
+    return model, widths, refused
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "opt", "gpt2", "phi", "mixtral", "falcon"])
 @pytest.mark.parametrize("unit", ["parameters", "bytes"])
 def test_the_savings_are_those_of_a_model_of_the_configuration(name, unit):
-    model, layers, widths, _ = parts(name)
+    model, widths, _ = parts(name)
     model = model.to(torch.bfloat16)
-    costs = shape_costs(model, layers, widths, unit)
+    costs = shape_costs(model, widths, unit)
     assert widths
     for width in widths:
         for level, config in width.configs.items():
@@ -40,7 +40,7 @@ def test_the_savings_are_those_of_a_model_of_the_configuration(name, unit):
 
 
 def test_an_architecture_that_derives_the_size_of_a_head_keeps_its_heads_with_a_reason():
-    _, _, widths, refused = parts("gpt2")
+    _, widths, refused = parts("gpt2")
     assert [width.name for width in widths] == ["neurons"]
     assert "divisible" in refused["transformer.h.*.attn.c_proj"]
 
@@ -93,12 +93,12 @@ class Additive:
 
 
 def test_the_predicted_loss_of_an_additive_model_is_exact():
-    model, layers, widths, _ = parts("llama")
+    model, widths, _ = parts("llama")
     (width,) = (each for each in widths if each.name == "neurons")
     measured = Additive(trial_levels(width))
     losses = width_losses(measured, width, [block.layers for block in find_structure(model).blocks])
     sets = block_sets(measured, 1)
-    program = build_program(shape_costs(model, layers, [width], "parameters"), [width], [losses], sets)
+    program = build_program(shape_costs(model, [width], "parameters"), [width], [losses], sets)
     assert sets.sets == ((), (1,))
     for option, level in enumerate(width.levels):
         assert program.choice((0, option)).loss == pytest.approx(0.6 * level / 16)
@@ -106,8 +106,8 @@ def test_the_predicted_loss_of_an_additive_model_is_exact():
 
 
 def test_the_cost_of_a_removed_block_does_not_count_its_neurons_twice():
-    model, layers, widths, _ = parts("llama")
-    costs = shape_costs(model, layers, widths, "parameters")
+    model, widths, _ = parts("llama")
+    costs = shape_costs(model, widths, "parameters")
     measured = Additive(trial_levels(widths[-1]))
     losses = [width_losses(measured, each, [b.layers for b in find_structure(model).blocks]) for each in widths]
     program = build_program(costs, widths, losses, block_sets(measured, 3))
@@ -122,7 +122,7 @@ def test_the_cost_of_a_removed_block_does_not_count_its_neurons_twice():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_latencies_are_positive_and_narrower_blocks_are_not_slower(monkeypatch, name, batch_shape):
     monkeypatch.setattr(latency, "SECONDS", 0.0)
-    model, _, widths, _ = parts(name)
+    model, widths, _ = parts(name)
     kept = {}
 
     def keep(name, measure):

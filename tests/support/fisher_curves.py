@@ -3,7 +3,7 @@
 from llama_runs import config
 from models import token_batches
 
-from optimum_moonshot.allocate.fisher import gather_curves
+from optimum_moonshot.allocate.run import gather_curves
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.pipeline.inputs import prepare

@@ -8,7 +8,7 @@ from llama_runs import weights
 from models import GROUPED, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, devices
-from optimum_moonshot.allocate import fisher as fisher_allocation
+from optimum_moonshot.allocate import run as fisher_allocation
 from optimum_moonshot.calibration.accumulators import Gram, InputSquares
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
 from optimum_moonshot.calibration.observer import GradientSums
