@@ -1,6 +1,6 @@
 """The only loop over the layers of a model.
 
-    for stage in pipeline:                      # a block, or the model as a whole (stages.py)
+    for stage in pipeline:                      # a block (walk.py), or the whole model (stages.py)
         with stage.onloaded():
             for part in task.partition(stage):  # layers that fit in memory, or slices of one (partition.py)
                 for layer, statistics in task.collect(stage, part):     # seam 1: a pass over the data (task.py)

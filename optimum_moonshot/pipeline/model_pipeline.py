@@ -82,17 +82,12 @@ class ModelPipeline:
         yield OpenStage(structure.outside, lambda observer: None)
 
     def _recomputed(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
-        prepared, selection, probe = self.prepared, self.prepared.selection, self.prepared.block_probe
+        prepared, structure = self.prepared, self.prepared.selection.structure
+        gradients, loss = prepared.selection.needs_gradients, prepared.subject.loss
+        sequences = block_sequences(prepared, gradients).sequential
+        extras = next((sequence.extras for sequence in sequences if sequence.blocks == structure.blocks), None)
         pipeline = RecomputePipeline(
-            prepared.model,
-            selection.structure,
-            prepared.batches,
-            prepared.subject.loss,
-            prepared.storage,
-            weight,
-            prepared.probe,
-            selection.needs_gradients,
-            None if probe is None else probe.extras,
+            prepared.model, structure, prepared.batches, loss, prepared.storage, weight, gradients, extras
         )
         yield from pipeline
         self.notes.append(pipeline.cost)

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from ..calibration.storage import Storage
 from ..data.batches import Batch
-from ..errors import MoonshotError
 from ..model.layers import PrunableLayer, Structure
 from ..model.losses import Loss
-from .block_probe import Extras, probe_blocks
+from .block_probe import Extras
 from .stages import FullModelPipeline, OpenStage, PassObserver, Stage
 from .walk import BlockStage, Walk
 
@@ -89,9 +88,8 @@ class RecomputePipeline:
     loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
     storage: Storage  # of the caches
     weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
-    probe: Batch  # a small sample on the model's device, to test whether the blocks are sequential
     gradients: bool  # whether any layer needs them
-    extras: Extras | None = None  # of `probe_blocks`, where the blocks are offloaded
+    extras: Extras | None  # with which the blocks, all in one sequence, can return their input; None where they cannot
 
     def __post_init__(self) -> None:
         self.blocks, self.last = self.structure.blocks, len(self.structure.blocks) - 1
@@ -107,27 +105,16 @@ class RecomputePipeline:
     def __iter__(self) -> Iterator[Stage]:
         """One stage per block with layers to observe (and those between), then one per layer outside of blocks."""
         inside, done = [block.layers for block in self.blocks if block.layers], Layers()
-        extras = self._sequential(inside)
-        if extras is not None:
-            yield from self._blocks(extras)
+        tied = any(len(layer.modules) > 1 for layers in inside for layer in layers)
+        if inside and self.extras is not None and not tied:
+            yield from self._blocks()
             inside, done = [], sum(inside, ())
         for layers in (*inside, *((layer,) for layer in self.structure.outside)):
             yield OpenStage(layers, partial(self._run_whole, done))
             done += layers
 
-    def _sequential(self, inside: list[Layers]) -> Extras | None:
-        """The extras of the blocks; None where they are not sequential."""
-        if self.extras is not None:
-            return self.extras
-        if not inside or any(len(layer.modules) > 1 for layers in inside for layer in layers):
-            return None
-        try:
-            return probe_blocks(self.model, self.blocks, self.probe, self.gradients, self.loss)[0]
-        except MoonshotError:
-            return None
-
-    def _blocks(self, extras: Extras) -> Iterator[Stage]:
-        blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, extras=extras)
+    def _blocks(self) -> Iterator[Stage]:
+        blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, self.extras)
         observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
         blocks.capture_arguments()
         for i in range(observed[0]):

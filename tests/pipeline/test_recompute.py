@@ -42,10 +42,12 @@ def gather(model, batches, gradients=True, targets=None):
     pruned = {layer.name: masked(layer) for layer in structure.layers()}
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
     statistics = {}
-    passes = RecomputePipeline(
-        model, structure, batches, None, storage, lambda layer: pruned[layer.name], shorten(batches[0]), gradients
-    )
     with frozen(model):
+        sequence = find_sequence(model, structure.blocks, shorten(batches[0]), gradients, None)
+        extras = None if sequence is None else sequence.extras
+        passes = RecomputePipeline(
+            model, structure, batches, None, storage, lambda layer: pruned[layer.name], gradients, extras
+        )
         for step in passes:
             differentiated = {layer.name for layer in step.layers} if gradients else set()
             with Observer(list(step.layers), False, differentiated, samples, storage) as observer:
@@ -102,7 +104,7 @@ def test_a_block_with_more_outputs_than_its_hidden_state_is_never_skipped():
     batches = token_batches(padded=True)
     blocks = find_structure(model).blocks
     with frozen(model):
-        assert find_sequence(model, blocks, shorten(batches[0]), False, None)
+        assert find_sequence(model, blocks, shorten(batches[0]), False, None).extras is None
         with pytest.raises(MoonshotError, match="depend on what other blocks compute"):
             probe_blocks(model, blocks, shorten(batches[0]), False, None)
     passes = check(model, batches, gradients=False)
