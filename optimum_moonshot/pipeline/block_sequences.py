@@ -5,7 +5,8 @@ nothing is pruned are ignored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,16 @@ from torch.utils._pytree import tree_map_only
 
 from ..data.batches import Batch
 from ..errors import MoonshotError
-from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
+from ..model.calls import (
+    Arguments,
+    BlockCall,
+    close,
+    first_tensor,
+    join_hidden,
+    run_model,
+    split_hidden,
+    without_caches,
+)
 from ..model.layers import Block, onloaded_in_turn, visited
 from ..model.losses import Loss, loss_gradient
 from .block_probe import Extras, check_around
@@ -92,61 +102,54 @@ def find_sequence(
     Each block must be called once, read the output of the one before, and return the same output and the same input
     gradient when run again alone on its cached arguments. Arguments as for `find_block_sequences`.
     """
-    calls: dict[int, BlockCall] = {}
-    outputs: dict[int, Tensor] = {}
-    extras: dict[int, int | None] = {}
-    order: list[int] = []
+    calls, outputs, order = list[BlockCall](), list[Tensor](), list[int]()
+    extras: Extras = []
 
-    def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         hidden, rest, named = split_hidden(args, kwargs)
-        order.append(i)
-        if gradients and len(order) == 1:
+        if gradients and not order:
             hidden = hidden.detach().requires_grad_(True)
-        calls[i] = BlockCall(rest, without_caches(named), hidden)
+        order.append(i)
+        calls.append(BlockCall(rest, without_caches(named), hidden))
         return join_hidden(hidden, BlockCall(rest, named, hidden))
 
-    def leave(i: int, output: Any) -> Any:
-        outputs[i], extras[i] = first_tensor(output), None if isinstance(output, Tensor) else len(output) - 1
+    def leave(i: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        outputs.append(first_tensor(output))
+        extras.append(None if isinstance(output, Tensor) else len(output) - 1)
         if not gradients or i < len(blocks) - 1:
             return None
         # A pass cuts the graph here by another tensor, which the loss must read: feature maps are the block's own.
-        outputs[i] = outputs[i].clone()
-        return outputs[i] if isinstance(output, Tensor) else (outputs[i], *output[1:])
+        outputs[-1] = outputs[-1].clone()
+        return outputs[-1] if isinstance(output, Tensor) else (outputs[-1], *output[1:])
 
-    handles = []
-    try:
+    with ExitStack() as stack:
         for i, block in enumerate(blocks):
-            before = lambda _, args, kwargs, i=i: enter(i, args, kwargs)  # noqa: E731
-            handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(block.module.register_forward_hook(lambda _, args, output, i=i: leave(i, output)))
-        with torch.set_grad_enabled(gradients):
+            stack.callback(block.module.register_forward_pre_hook(partial(enter, i), with_kwargs=True).remove)
+            stack.callback(block.module.register_forward_hook(partial(leave, i)).remove)
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        try:
             result = run_model(model, batch)
-    except (KeyError, IndexError, TypeError, AttributeError, MoonshotError):
-        return None  # a block without a hidden state among its arguments
-    finally:
-        for handle in handles:
-            handle.remove()
+        except (KeyError, IndexError, TypeError, AttributeError, MoonshotError):
+            return None  # a block without a hidden state among its arguments
     if order != list(range(len(blocks))):
         return None
-    if any(calls[i].hidden is not outputs[i - 1] for i in range(1, len(blocks))):
+    if any(call.hidden is not before for call, before in zip(calls[1:], outputs[:-1], strict=True)):
         return None
     deltas = None
     if gradients:
         logits, gradient, _ = loss_gradient(model, result, batch, loss)
         if not logits.requires_grad:
             return None  # the loss depends on them by choices alone, which have no gradient
-        wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
-        deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
+        deltas = torch.autograd.grad(logits, [calls[0].hidden, *outputs], gradient, allow_unused=True)
         if any(delta is None for delta in deltas):
             return None
     if not all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks)):
         return None
-    returned = [extras[i] for i in range(len(blocks))]
     try:
-        check_around(model, blocks, batch, gradients, loss, returned, [calls[i] for i in range(len(blocks))])
+        check_around(model, blocks, batch, gradients, loss, extras, calls)
     except MoonshotError:
         return BlockSequence(blocks, None)
-    return BlockSequence(blocks, returned)
+    return BlockSequence(blocks, extras)
 
 
 def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequence[Tensor] | None, i: int) -> bool:
