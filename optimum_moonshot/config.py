@@ -12,8 +12,7 @@ from .objective.grid import Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
 from .options import ALLOCATION, OPTIONS, RECIPES, SHARED_OPTIONS, Options, check_values, documented
 from .solvers.base import Solver, make_solver, solver_class, solver_names
-from .solvers.base import solver_options as options_of
-from .solvers.hyperparameters import check_option, check_options
+from .solvers.hyperparameters import check_option, check_options, options_of
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
@@ -123,7 +122,7 @@ class MoonshotConfig(Options):
         options = self.solver_options
         named = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
         self._require(named, "solver_options", "give a dict of name → value")
-        declared, values = options_of(self.solver), dict(options)
+        declared, values = options_of(solver), dict(options)
         for name in SHARED_OPTIONS:
             explicit = self._explicit(name)
             if explicit is None:
@@ -132,7 +131,7 @@ class MoonshotConfig(Options):
                 other = Option(f"solver_options[{name!r}]", values[name])
                 raise MoonshotError(Text("{} is another value; give it once", other), field=name, value=explicit)
             # Checked without effect too: the next solver may use it.
-            check_option((declared if name in declared else options_of("sparsegpt"))[name], explicit)
+            check_option((declared if name in declared else options_of(solver_class("sparsegpt")))[name], explicit)
         try:
             check_options(solver, values, Option("solver", self.solver))
         except MoonshotError as error:
@@ -192,14 +191,15 @@ class MoonshotConfig(Options):
 
     def make_solver(self) -> Solver:
         """Build the solver with its hyperparameters."""
-        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in options_of(self.solver)}
+        declared = options_of(solver_class(self.solver))
+        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in declared}
         explicit = {name: value for name, value in shared.items() if value is not None}
         return make_solver(self.solver, {**explicit, **self.solver_options})
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return all hyperparameters of the solver with their values."""
         solver = self.make_solver()
-        return {name: getattr(solver, name) for name in options_of(self.solver)}
+        return {name: getattr(solver, name) for name in options_of(type(solver))}
 
     def resolve_lam(self, kind: str = "language") -> float:
         """Return λ, by default the paper's for this kind of model ("language" or "vision").

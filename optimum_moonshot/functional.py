@@ -12,7 +12,7 @@ from torch import Tensor
 from .config import MoonshotConfig
 from .errors import MoonshotError, Option, Text, check_number, require
 from .objective.fisher import SampleGradients
-from .objective.linalg import all_finite, in_unit, unit_of
+from .objective.linalg import all_finite, in_unit
 from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzeros
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
@@ -117,7 +117,7 @@ def _finished(result: PrunedWeight, pattern: Pattern, weight: Tensor) -> PrunedW
     """In the unit and dtype of the given weight, with a note on its zeros."""
     zeros = weight.numel() - int(torch.count_nonzero(weight))
     notes = (*result.notes, *([f"{zeros:,} zeros of the weight remain"] if zeros else []))
-    pruned = from_unit(result.weight, unit_of(weight), pattern.grid).to(weight.dtype)
+    pruned = from_unit(result.weight, in_unit(weight)[1], pattern.grid).to(weight.dtype)
     return dataclasses.replace(result, weight=pruned, notes=notes)
 
 
@@ -161,7 +161,7 @@ def _problem(
         _check_tensor("gradients", gradients, (None, d_out, d_in))
     else:
         gradients = None
-    weight = in_unit(weight, unit_of(weight))
+    weight, _ = in_unit(weight)
     return solver, build_objective(solver, pattern, weight, gram.float(), gradients, lam)
 
 

@@ -6,7 +6,7 @@ the last one restores them.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def usual_settings() -> Iterator[None]:
 def use_usual_settings(undo: ExitStack) -> None:
     """Like `usual_settings`, until `undo` closes."""
     autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    undo.enter_context(Shared(usual_settings, _process_settings))
+    change_once(usual_settings, _process_settings, undo)
     for kind in autocast:
         undo.callback(torch.clear_autocast_cache)  # it may have copies of weights that have changed
         undo.enter_context(torch.autocast(kind, enabled=False))
@@ -46,30 +46,28 @@ def _process_settings(stack: ExitStack) -> None:
     stack.enter_context(preserved_random_state())
 
 
-class Shared(AbstractContextManager[None]):
-    """Changes that the first of several threads makes and the last one undoes, with one `key` in all of them.
+def change_once(key: Any, make: Callable[[ExitStack], None], undo: ExitStack) -> None:
+    """Make changes that several threads share: the first one makes them, and the last one whose `undo` closes undoes.
 
     Args:
-        key: of the changes.
-        make: makes them, and leaves what undoes them on the stack.
+        key: of the changes, equal in all threads.
+        make: makes them, and leaves on its stack what undoes them.
+        undo: of this thread.
     """
 
-    def __init__(self, key: Any, make: Callable[[ExitStack], None]):
-        self.key, self.make = key, make
-
-    def __enter__(self) -> None:
+    def leave() -> None:
         with _LOCK:
-            inside, stack = _SHARED.get(self.key) or (0, ExitStack())
-            if not inside:
-                with ExitStack() as entering:
-                    self.make(entering)
-                    stack = entering.pop_all()
-            _SHARED[self.key] = inside + 1, stack
-
-    def __exit__(self, *exception: object) -> None:
-        with _LOCK:
-            inside, stack = _SHARED.pop(self.key)
+            inside, stack = _SHARED.pop(key)
             if inside > 1:
-                _SHARED[self.key] = inside - 1, stack
+                _SHARED[key] = inside - 1, stack
             else:
                 stack.close()
+
+    with _LOCK:
+        inside, stack = _SHARED.get(key) or (0, ExitStack())
+        if not inside:
+            with ExitStack() as entering:
+                make(entering)
+                stack = entering.pop_all()
+        _SHARED[key] = inside + 1, stack
+    undo.callback(leave)

@@ -5,7 +5,7 @@ statistics of the inputs, once for all layers that read the same tensor (q, k an
 layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -115,20 +115,23 @@ class SharedSums:
                 statistic.add(inputs, call.called.called_groups)
 
 
+@dataclass
 class InputSums:
     """The statistics of all layers' inputs, shared by layers that read the same tensors in the same way if `share`.
 
-    A batch's inputs then live until its end, so that their addresses identify them. Other arguments as in `Observer`.
+    A batch's inputs then live until its end, so that their addresses identify them. `storage`, `share` and `into` are
+    arguments of `Observer`.
     """
 
-    def __init__(
-        self, kinds: Iterable[type[InputStatistic]], storage: Storage, share: bool, into: Mapping[str, Tensor] | None
-    ):
-        self.kinds, self.storage, self.share, self.into = tuple(kinds), storage, share, into or {}
-        self.of_layer: dict[str, SharedSums] = {}
-        self.by_key: dict[Hashable, SharedSums] = {}
-        self.added: set[tuple[int, Hashable]] = set()
-        self.held: dict[Hashable, LayerCall] = {}
+    kinds: Sequence[type[InputStatistic]]
+    storage: Storage
+    share: bool
+    into: Mapping[str, Tensor]
+    of_layer: dict[str, SharedSums] = field(default_factory=dict)
+    # Of the present batch, by the address, shape, strides and version of a tensor and how layers read it:
+    by_key: dict[Hashable, SharedSums] = field(default_factory=dict)
+    added: set[tuple[int, Hashable]] = field(default_factory=set)  # with the identity of the statistics
+    held: dict[Hashable, LayerCall] = field(default_factory=dict)
 
     def add(self, call: LayerCall) -> None:
         """Add the inputs of a call, unless another layer's call has added them."""
@@ -198,12 +201,12 @@ class InputSums:
         return self._make(layer, self.storage.device if device.type == "meta" else device)
 
 
+@dataclass
 class GradientSums:
     """The statistics of a layer's gradients, by class; the gradients of its objective are under `GradientStatistic`."""
 
-    def __init__(self, statistics: dict[type, GradientStatistic]):
-        self.statistics = statistics
-        self.pending = 0  # calls of this batch without a gradient yet
+    statistics: dict[type, GradientStatistic]
+    pending: int = 0  # calls of this batch without a gradient yet
 
     def add(self, call: LayerCall, delta: Tensor) -> None:
         """Add the gradients of a call, from `delta`, ∂ℓ/∂y in the shape of its output.
@@ -260,31 +263,26 @@ class Observer(AbstractContextManager["Observer"]):
         self.kind: type[InputSum] = InputSquares if diagonal else Gram
         kinds: list[type[InputStatistic]] = [self.kind, *(kind for kind in extra if issubclass(kind, InputStatistic))]
         kinds += [TokenCounts] if any(layer.separate for layer in layers) else []
-        self.inputs = InputSums(kinds, storage, share, into)
-        self.gradients = {
-            layer.name: self._gradient_sums(layer, (plans or {}).get(layer.name, GradientPlan()), extra, storage, here)
-            for layer in layers
-            if layer.name in with_gradients
-        }
+        self.inputs = InputSums(kinds, storage, share, into or {})
+        self.gradients: dict[str, GradientSums] = {}
+        for layer in layers:
+            if layer.name not in with_gradients:
+                continue
+            plan, statistics = (plans or {}).get(layer.name, GradientPlan()), dict[type, GradientStatistic]()
+            if not plan.nothing and diagonal:
+                statistics[GradientStatistic] = Squares(layer, storage)
+            elif not plan.nothing and plan.column_block is not None:
+                statistics[GradientStatistic] = RowMatrices(layer, samples, storage, plan)
+            elif not plan.nothing:
+                statistics[GradientStatistic] = Samples(layer, samples, storage, plan, here)
+            if plan.totals is not None:
+                statistics[LayerTotals] = LayerTotals(layer, samples, plan.totals)
+            more = [kind for kind in extra if issubclass(kind, GradientStatistic)]
+            self.gradients[layer.name] = GradientSums(statistics | {k: k(layer, samples, storage) for k in more})
         self.mask: Tensor | None = None
         self.count = 0
         self.watching = False  # between `begin` and `end`; calls outside of a batch do not count
         self._hooks = ExitStack()
-
-    def _gradient_sums(
-        self, layer: PrunableLayer, plan: GradientPlan, extra: Sequence[type], storage: Storage, here: int | None
-    ) -> GradientSums:
-        statistics: dict[type, GradientStatistic] = {}
-        if not plan.nothing and self.diagonal:
-            statistics[GradientStatistic] = Squares(layer, storage)
-        elif not plan.nothing and plan.column_block is not None:
-            statistics[GradientStatistic] = RowMatrices(layer, self.samples, storage, plan)
-        elif not plan.nothing:
-            statistics[GradientStatistic] = Samples(layer, self.samples, storage, plan, here)
-        if plan.totals is not None:
-            statistics[LayerTotals] = LayerTotals(layer, self.samples, plan.totals)
-        kinds = [kind for kind in extra if issubclass(kind, GradientStatistic)]
-        return GradientSums(statistics | {kind: kind(layer, self.samples, storage) for kind in kinds})
 
     def __enter__(self) -> "Observer":
         for layer in self.layers:

@@ -12,7 +12,6 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -132,12 +131,13 @@ class ExpertsLayer(PrunableLayer):
         matrices = matrix.unflatten(0, (self.groups, -1))
         return matrices.transpose(1, 2) if self.transposed else matrices
 
-    def _watch(self, see: See) -> Callable[[], None]:
-        if self.module not in _WATCHED:
-            _WATCHED[self.module] = _Watched(self.module)
-        watched, watch = _WATCHED[self.module], _Watch(self, see)
-        watched.watches.append(watch)
-        return partial(watched.remove, watch)
+    def watch(self, see: See, hooks: ExitStack) -> None:
+        for module in self.modules:
+            if module not in _WATCHED:
+                _WATCHED[module] = _Watched(module)
+            watched, watch = _WATCHED[module], _Watch(replace(self, modules=(module,)), see)
+            watched.watches.append(watch)
+            hooks.callback(watched.remove, watch)
 
     def _is_plain(self) -> bool:
         return True

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import require
-from ..torch_settings import Shared, use_usual_settings
+from ..torch_settings import change_once, use_usual_settings
 from .calls import CALL, model_device, replace_call
 
 # Modules whose wrappers around a forward are removed; functools.wraps gives a wrapper the name of what it wraps.
@@ -37,7 +37,7 @@ def isolate(model: nn.Module, undo: ExitStack) -> nn.Module:
     """Like `isolated`, until `undo` closes."""
     model = uncompiled(model)
     use_usual_settings(undo)
-    undo.enter_context(Shared(model, partial(_leave_out_wrappers, model)))
+    change_once(model, partial(_leave_out_wrappers, model), undo)
     return model
 
 

@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -133,16 +134,15 @@ class PrunableLayer(ABC):
 
     def watch(self, see: See, hooks: ExitStack) -> None:
         """Pass every call of the layer's modules to a callback, until `hooks` closes."""
+
+        def hook(
+            called: PrunableLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Tensor], output: Tensor
+        ) -> Tensor | None:
+            return see(called, args[0] if args else next(iter(kwargs.values())), output)
+
         for module in self.modules:
-            hooks.callback(replace(self, modules=(module,))._watch(see))
-
-    def _watch(self, see: See) -> Callable[[], None]:
-        """Pass every call of its only module to a callback until the returned function is called."""
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor | None:
-            return see(self, args[0] if args else next(iter(kwargs.values())), output)
-
-        return self.module.register_forward_hook(hook, with_kwargs=True).remove
+            called = partial(hook, replace(self, modules=(module,)))
+            hooks.callback(module.register_forward_hook(called, with_kwargs=True).remove)
 
     def unprunable(self) -> str | None:
         """The reason why the module cannot be pruned although its kind can; None if it can."""

@@ -54,14 +54,6 @@ class Structure:
             yield from block.layers
         yield from self.outside
 
-    def layers_onloaded(self) -> Iterator[PrunableLayer]:
-        """Like `layers`, with the weights of a layer's block onloaded until the next iteration."""
-        for block in self.blocks:
-            if block.layers:
-                with block.onloaded():
-                    yield from block.layers
-        yield from self.outside
-
 
 @dataclass(frozen=True)
 class NamedParameter:

@@ -118,41 +118,32 @@ def pooled_output(model: nn.Module, output: Any, batch: Batch, pooling: Pooling)
 
 def is_causal(model: nn.Module) -> bool:
     """Whether the model predicts the next token of its own input."""
-    return _can_generate(model) and not _is_encoder_decoder(model)
-
-
-def _can_generate(model: Any) -> bool:
-    return hasattr(model, "can_generate") and bool(model.can_generate())
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    can_generate: Any = getattr(model, "can_generate", lambda: False)
+    return bool(can_generate()) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 at positions without a prediction.
 
-    A causal language model predicts its own input, one position ahead; other models need `labels` ([B] or [B, T]) in
-    the batch, or `MoonshotError` is raised.
+    A causal language model predicts its own input, one position ahead, without padding and placeholders of features;
+    other models need `labels` ([B] or [B, T]) in the batch, or `MoonshotError` is raised.
     """
-    labels = batch["labels"] if "labels" in batch else _next_tokens(model, batch)
-    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if is_causal(model) and labels.ndim == 2 else labels
-
-
-def _next_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    """The input of a causal language model as its labels, without padding and placeholders for features."""
-    message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
-    able = is_causal(model) and "input_ids" in batch
-    require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
-    mask = token_mask(batch)
-    assert mask is not None
-    ids = batch["input_ids"]
-    ignored = ~(mask & functional.pad(mask[:, :-1], (1, 0), value=True))  # padding predicts nothing
-    for kind, field in itertools.product(("image", "video", "audio"), ("id", "index")):
-        token = getattr(getattr(model, "config", None), f"{kind}_token_{field}", None)
-        if isinstance(token, int):
-            ignored = ignored | (ids == token)
-    return ids.masked_fill(ignored, IGNORED)
+    causal = is_causal(model)
+    if "labels" in batch:
+        labels = batch["labels"]
+    else:
+        message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
+        able = causal and "input_ids" in batch
+        require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
+        mask, ids = token_mask(batch), batch["input_ids"]
+        assert mask is not None
+        ignored = ~(mask & functional.pad(mask[:, :-1], (1, 0), value=True))  # padding predicts nothing
+        for kind, field in itertools.product(("image", "video", "audio"), ("id", "index")):
+            token = getattr(getattr(model, "config", None), f"{kind}_token_{field}", None)
+            if isinstance(token, int):
+                ignored = ignored | (ids == token)
+        labels = ids.masked_fill(ignored, IGNORED)
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if causal and labels.ndim == 2 else labels
 
 
 def labelled(model: nn.Module, batch: dict[str, Tensor], required: bool) -> Tensor:
@@ -175,13 +166,13 @@ def loss_gradient(
     `loss` is a function (output, batch) → [B] losses to use instead of the cross-entropy of the output's logits. Raises
     `MoonshotError` for no logits, no labels, or losses that are NaN.
     """
-    loss = _applicable(loss, output, batch)
-    if loss is not None:
+    logits_and_labels = _logits_and_labels(model, output, batch, loss)
+    if logits_and_labels is None:
         values = _checked_losses(loss, output, batch)
         hint = "compute it from the output, without detach()"
         require(values.grad_fn is not None, "its result has no gradient", field="loss", hint=hint)
         return values.sum(), torch.ones((), dtype=values.dtype, device=values.device), values.detach().float()
-    logits, labels = _logits_and_labels(model, output, batch)
+    logits, labels = logits_and_labels
     scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
     gradient, losses = torch.empty_like(logits, requires_grad=False), []
     for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
@@ -199,26 +190,33 @@ def loss_gradient(
 @torch.no_grad()
 def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; arguments as in `loss_gradient`."""
-    loss = _applicable(loss, output, batch)
-    if loss is not None:
+    logits_and_labels = _logits_and_labels(model, output, batch, loss)
+    if logits_and_labels is None:
         return _checked_losses(loss, output, batch).float()
-    logits, labels = _logits_and_labels(model, output, batch)
+    logits, labels = logits_and_labels
     return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
 
 
-def _applicable(loss: Loss | None, output: Any, batch: Batch) -> Loss | None:
-    """The loss; None for an `OutputLoss` with logits and labels, which a caller's `forward` may give."""
-    return None if isinstance(loss, OutputLoss) and "labels" in batch and _logits(output) is not None else loss
+def _logits_and_labels(
+    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None
+) -> tuple[Tensor, Tensor] | None:
+    """The logits of an output (a tensor, or its attribute) and a label for each of their rows; None if `loss` applies.
 
-
-def _logits(output: Any) -> Tensor | None:
-    """The logits of an output, a tensor or an object with that attribute."""
+    An `OutputLoss` does not apply to logits with labels, which a caller's `forward` may return.
+    """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else None
+    usable = isinstance(logits, Tensor)
+    if loss is not None and not (isinstance(loss, OutputLoss) and "labels" in batch and usable):
+        return None
+    if not isinstance(logits, Tensor):
+        hint = Text("load it with a head, or {}", NO_BACKWARD)
+        raise MoonshotError(f"{type(model).__name__} returns no logits for the Fisher loss", hint=hint)
+    return logits, checked_labels(labels_of(model, batch).to(logits.device), logits)
 
 
-def _checked_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor:
+def _checked_losses(loss: Loss | None, output: Any, batch: dict[str, Tensor]) -> Tensor:
     """The result of a user's loss function, [B]."""
+    assert loss is not None
     losses, count = loss(output, batch), len(next(iter(batch.values())))
     hint = f"return one loss per sample, a floating-point tensor of shape [{count}]"
     require(isinstance(losses, Tensor), f"it returned a {type(losses).__name__}", field="loss", hint=hint)
@@ -236,15 +234,6 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
 
 
-def _logits_and_labels(model: nn.Module, output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The logits of an output, and a label for each of their rows."""
-    logits = _logits(output)
-    if logits is None:
-        hint = Text("load it with a head, or {}", NO_BACKWARD)
-        raise MoonshotError(f"{type(model).__name__} returns no logits for the Fisher loss", hint=hint)
-    return logits, checked_labels(labels_of(model, batch).to(logits.device), logits)
-
-
 def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
     """Labels ([B] or [B, T], -100 at positions without a prediction) as int64, one class for each row of logits."""
     hint = "give one integer class per row of logits, or pass a loss function"
@@ -260,7 +249,9 @@ def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
 def needs_its_text(model: nn.Module, batch: dict[str, Tensor]) -> bool:
     """Whether the data has tokens alone for a model whose decoder writes what its encoder reads."""
     given = {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
-    return _is_encoder_decoder(model) and _can_generate(model) and "input_ids" in batch and not given
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    can_generate: Any = getattr(model, "can_generate", lambda: False)
+    return bool(decodes and can_generate()) and "input_ids" in batch and not given
 
 
 def add_text_labels(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -12,7 +12,6 @@ the caller, by slices of rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,21 +27,9 @@ class Fisher(ABC):
     """``A_k A_kᵀ`` [size, size] of each of `count` rows, summed over `samples`."""
 
     samples: int  # N
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Number of rows."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Inputs of a row: d_in, or the size of a column block."""
-
-    @property
-    def max_rank(self) -> int:
-        """Number of factors of a row, a bound of its rank: at most the samples, and at most the inputs."""
-        return self.size
+    count: int  # rows
+    size: int  # inputs of a row: d_in, or the size of a column block
+    max_rank: int  # number of factors of a row, a bound of its rank: at most the samples, and at most the inputs
 
     @abstractmethod
     def part(self, rows: slice) -> Fisher:
@@ -90,32 +77,14 @@ class Fisher(ABC):
         """
         return self.matrices(rows, shared.device).mul_(b).add_(shared, alpha=a)
 
-    def _slices(self, numbers: int) -> list[slice]:
-        """All rows in slices that fit `SLICE_BYTES`, with `numbers` float32 values each."""
-        return slices_within(slice(0, self.count), 4 * numbers, SLICE_BYTES)
 
-
-@dataclass(frozen=True, eq=False)
 class SampleGradients(Fisher):
-    """The gradients A_n of the samples."""
+    """The gradients A_n of the samples, [N, rows, size]."""
 
-    gradients: Tensor  # A_n, [N, rows, size]
-    samples: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", len(self.gradients))
-
-    @property
-    def count(self) -> int:
-        return self.gradients.shape[1]
-
-    @property
-    def size(self) -> int:
-        return self.gradients.shape[2]
-
-    @property
-    def max_rank(self) -> int:
-        return min(self.samples, self.size)
+    def __init__(self, gradients: Tensor):
+        self.gradients = gradients
+        self.samples, self.count, self.size = gradients.shape
+        self.max_rank = min(self.samples, self.size)
 
     def part(self, rows: slice) -> SampleGradients:
         return SampleGradients(self.gradients[:, rows])
@@ -129,7 +98,7 @@ class SampleGradients(Fisher):
 
     def losses(self, deltas: Tensor) -> Tensor:
         total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
-        for rows in self._slices(self.size * self.samples):
+        for rows in slices_within(slice(0, self.count), 4 * self.size * self.samples, SLICE_BYTES):
             columns = deltas[:, rows].permute(1, 2, 0)
             products = self.gradients[:, rows].to(deltas.device, torch.float32).transpose(0, 1) @ columns
             total += products.double().square().sum((0, 1))
@@ -155,20 +124,13 @@ class SampleGradients(Fisher):
         return self.gradients[:, rows].to(device).transpose(0, 1).to(dtype)
 
 
-@dataclass(frozen=True, eq=False)
 class FisherMatrices(Fisher):
-    """The matrices ``Σ_n a_n a_nᵀ``."""
+    """The matrices ``Σ_n a_n a_nᵀ`` of N samples, [rows, size, size]."""
 
-    values: Tensor  # Σ_n a_n a_nᵀ, [rows, size, size]
-    samples: int  # N
-
-    @property
-    def count(self) -> int:
-        return len(self.values)
-
-    @property
-    def size(self) -> int:
-        return self.values.shape[2]
+    def __init__(self, values: Tensor, samples: int):
+        self.values, self.samples = values, samples
+        self.count, _, self.size = values.shape
+        self.max_rank = self.size
 
     def part(self, rows: slice) -> FisherMatrices:
         return FisherMatrices(self.values[rows], self.samples)
@@ -183,7 +145,7 @@ class FisherMatrices(Fisher):
 
     def losses(self, deltas: Tensor) -> Tensor:
         total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
-        for rows in self._slices(self.size * self.size):
+        for rows in slices_within(slice(0, self.count), 4 * self.size**2, SLICE_BYTES):
             columns = deltas[:, rows].permute(1, 2, 0)
             products = self.values[rows].to(deltas.device, torch.float32) @ columns
             total += (products * columns).double().sum((0, 1))

@@ -31,15 +31,16 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def unit_of(weight: Tensor) -> float:
-    """1, or a power of two near the largest |weight| where it is beyond `ORDINARY`."""
-    largest = max(abs(float(each)) for each in torch.aminmax(weight))
-    return 1.0 if largest == 0 or 1 / ORDINARY <= largest <= ORDINARY else 2.0 ** math.frexp(largest)[1]
+def in_unit(weight: Tensor) -> tuple[Tensor, float]:
+    """A weight divided by its unit, and the unit: 1, or a power of two near the largest |weight| beyond `ORDINARY`.
 
-
-def in_unit(weight: Tensor, unit: float) -> Tensor:
-    """A weight divided by its `unit_of`, which is exact."""
-    return weight if unit == 1 else (weight.double() / unit).float()
+    The division by a power of two is exact.
+    """
+    largest = max(abs(float(extreme)) for extreme in torch.aminmax(weight))
+    if largest == 0 or 1 / ORDINARY <= largest <= ORDINARY:
+        return weight, 1.0
+    unit = 2.0 ** math.frexp(largest)[1]
+    return (weight.double() / unit).float(), unit
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:

@@ -127,7 +127,7 @@ class Quadratic:
         squares = gram.diagonal(dim1=-2, dim2=-1)
         weight, dead = _without_dead_inputs(weight, squares if gram.ndim < 4 else squares.flatten(1))
         fisher = None if fisher is None else fisher.column_blocks(gram.shape[-1])
-        at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, fisher))
+        at_zero = totals[:2] if totals else _terms(weight[None], gram, fisher)[0]
         if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * squares.max()):
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         source = totals or fisher
@@ -224,7 +224,7 @@ class DiagonalQuadratic:
         """Build it from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
-        at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples))
+        at_zero = _diagonal_terms([weight], None, input_squares, gradient_squares, samples)[0]
         scalars = scales(lam, *at_zero, samples=samples, dead=dead)
         return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero, alive)
 
@@ -263,17 +263,19 @@ def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor,
 def reconstruction(weight: Tensor, gram: Tensor, column_block: int | None = None) -> float:
     """The reconstruction loss L_R(0), of `build`'s arguments."""
     gram = gram if column_block is None else diagonal_blocks(gram, column_block)
-    return float(_terms(weight.float()[None], gram, None)[0])
+    return _terms(weight.float()[None], gram, None)[0][0]
 
 
-def _terms(deltas: Tensor, gram: Tensor, fisher: Fisher | None) -> tuple[Tensor, Tensor | None]:
-    """L_R and L_F of several differences [w, d_out, d_in], as [w] in float64."""
+def _terms(deltas: Tensor, gram: Tensor, fisher: Fisher | None) -> list[tuple[float, float | None]]:
+    """L_R and L_F (None without gradients) of each of several differences [w, d_out, d_in]."""
     count, size = len(deltas), gram.shape[-1]
     grams = _by_group(gram).float()
     blocks = deltas.unflatten(2, (-1, size)).unflatten(1, (len(grams), -1)).permute(1, 3, 0, 2, 4)
     products = (blocks.flatten(2, 3) @ grams).view_as(blocks)  # [groups, blocks, w, rows, size]
-    losses = (products * blocks).double().sum((0, 1, 3, 4))
-    return losses, None if fisher is None else fisher.losses(deltas.reshape(count, -1, size))
+    reconstruction = (products * blocks).double().sum((0, 1, 3, 4)).tolist()
+    if fisher is None:
+        return [(loss, None) for loss in reconstruction]
+    return list(zip(reconstruction, fisher.losses(deltas.reshape(count, -1, size)).tolist(), strict=True))
 
 
 def _diagonal_terms(
@@ -282,7 +284,7 @@ def _diagonal_terms(
     input_squares: Tensor,
     gradient_squares: Tensor | None,
     samples: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> list[tuple[float, float | None]]:
     """Like `_terms`, but for the differences of weights [d_out, d_in] from `dense` (or 0), by slices of rows."""
     d_out, d_in = weights[0].shape
     losses = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
@@ -294,19 +296,21 @@ def _diagonal_terms(
             losses[0, index] += (squares * inputs).double().sum()
             if gradient_squares is not None:
                 losses[1, index] += (squares * gradient_squares[rows]).double().sum()
-    return losses[0], None if gradient_squares is None else losses[1] / samples
-
-
-def _first(terms: tuple[Tensor, Tensor | None]) -> tuple[float, float | None]:
-    return float(terms[0][0]), None if terms[1] is None else float(terms[1][0])
+    if gradient_squares is None:
+        return [(loss, None) for loss in losses[0].tolist()]
+    return list(zip(losses[0].tolist(), (losses[1] / samples).tolist(), strict=True))
 
 
 def _relative(
-    terms: tuple[Tensor, Tensor | None], at_zero: tuple[float, float | None], lam: float
+    terms: Sequence[tuple[float, float | None]], at_zero: tuple[float, float | None], lam: float
 ) -> list[RelativeLoss]:
     """Relative losses; a term that is 0 at W = 0 is 0 for any W that only removes weights, so it is not divided."""
-    reconstruction = [value / at_zero[0] if at_zero[0] else value for value in terms[0].tolist()]
-    if terms[1] is None:
-        return [RelativeLoss(r, None, r) for r in reconstruction]
-    fisher = [value / at_zero[1] if at_zero[1] else value for value in terms[1].tolist()]
-    return [RelativeLoss(r, f, lam * r + (1 - lam) * f) for r, f in zip(reconstruction, fisher, strict=True)]
+    losses = []
+    for reconstruction, fisher in terms:
+        reconstruction = reconstruction / at_zero[0] if at_zero[0] else reconstruction
+        if fisher is None:
+            losses.append(RelativeLoss(reconstruction, None, reconstruction))
+        else:
+            fisher = fisher / at_zero[1] if at_zero[1] else fisher
+            losses.append(RelativeLoss(reconstruction, fisher, lam * reconstruction + (1 - lam) * fisher))
+    return losses

@@ -132,7 +132,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
         hint=Text("use {}", Option("fisher", "all")),
     )
     offloaded = [block.name for block in selection.structure.blocks if block.weights is not RESIDENT]
-    for layer in selection.structure.layers_onloaded() if not offloaded else ():
+    for layer in selection.structure.layers() if not offloaded else ():
         check_weight(layer)
     if ranks.size > 1:
         ranks.check_equal("the configuration", selection.settings)

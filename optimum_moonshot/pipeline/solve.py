@@ -10,7 +10,7 @@ from torch import Tensor
 from ..calibration.observer import LayerStatistics
 from ..model.layers import PrunableLayer
 from ..model.wide_products import plain_functions
-from ..objective.linalg import in_unit, unit_of
+from ..objective.linalg import in_unit
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import Solver
@@ -182,8 +182,9 @@ def solve_matrix(
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     block, dtype = solver.column_block(weight.shape[1], patterns[0]), layer.parameter.dtype
-    unit = unit_of(weight)
-    objective = statistics.objective(in_unit(weight, unit), lam, block, layer.alive)
+    scaled, unit = in_unit(weight)
+    objective = statistics.objective(scaled, lam, block, layer.alive)
+    del scaled  # a copy, unless its unit is 1
     results = solver.solve_path(objective, patterns)
     solved, lam, at_zero = list[SolvedLayer](), objective.scales.lam, objective.losses_at_zero
     for result, pattern in zip(results, patterns, strict=True):

@@ -75,7 +75,12 @@ class SparseGPT(Solver):
         rounding = None if grid is None else ColumnRounding(grid, weight)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0
         dense = factor is None or d_in < DENSE_BELOW * samples
-        dead, alive = _dead_inputs(objective, pattern), objective.alive
+        dead, alive = None, objective.alive
+        if isinstance(pattern, Unstructured) and pattern.exact and objective.gram.ndim == 2:
+            # The exact count of a pattern includes all weights of inputs that are always 0, which may exceed its
+            # sparsity in some comparison groups.
+            zero = objective.gram.diagonal() == 0
+            dead = zero if zero.any() and not zero.all() else None
         batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
         if isinstance(pattern, NM) and (dense or samples):
             state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
@@ -148,7 +153,8 @@ def prune_columns(
         fraction = float(dead.double().mean())
         pattern = replace(pattern, sparsity=max(0.0, (pattern.sparsity - fraction) / (1 - fraction)))
     for columns in split_range(0, weight.shape[1], widths.compared):
-        pivots, survivable = factors.begin_group(weight, columns), _columns_of(alive, columns)
+        pivots = factors.begin_group(weight, columns)
+        survivable = None if alive is None else alive[:, columns]
         if isinstance(pattern, Unstructured):
             select = partial(_keep_columns, pattern, start=columns.start, dead=dead)
             keep[:, columns] = keep_alive(select, (weight[:, columns] / pivots).square(), survivable)
@@ -162,24 +168,10 @@ def prune_columns(
             factor = factors.begin_block(weight, columns, block, errors)
             inner = errors[:, block.start - columns.start : block.stop - columns.start]
             step = None if rounding is None else rounding.step(block)
-            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner, step, _columns_of(alive, block))
+            survivable = None if alive is None else alive[:, block]
+            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner, step, survivable)
         factors.end_group(weight, columns, errors)
     return keep
-
-
-def _columns_of(mask: Tensor | None, columns: slice) -> Tensor | None:
-    return None if mask is None else mask[:, columns]
-
-
-def _dead_inputs(objective: Quadratic, pattern: Pattern) -> Tensor | None:
-    """The inputs that are always 0, bool [d_in], where the exact count of a pattern has to include all their weights.
-
-    They may exceed the sparsity in some comparison groups. None without any, or where groups of rows differ in them.
-    """
-    if not (isinstance(pattern, Unstructured) and pattern.exact) or objective.gram.ndim > 2:
-        return None
-    dead = objective.gram.diagonal() == 0
-    return dead if dead.any() and not dead.all() else None
 
 
 def _keep_columns(pattern: Unstructured, scores: Tensor, start: int, dead: Tensor | None) -> Tensor:
@@ -211,7 +203,7 @@ def _prune_block(
         if isinstance(pattern, NM) and column % pattern.m == 0:
             group = slice(column, column + pattern.m)
             scores = (weight[:, group] / pivots[:, group]).square()
-            keep[:, group] = keep_alive(pattern.keep, scores, _columns_of(alive, group))
+            keep[:, group] = keep_alive(pattern.keep, scores, None if alive is None else alive[:, group])
         lost = weight[:, column]
         if grid is not None and step is not None:
             rounded = grid.values(grid.codes(lost, step[:, column]), step[:, column]).float()

@@ -27,6 +27,7 @@ class Bare(Fisher):
     samples: int
     count = property(lambda self: len(self.values))
     size = property(lambda self: self.values.shape[1])
+    max_rank = size
 
     def part(self, rows):
         return Bare(self.values[rows], self.samples)
