@@ -1,21 +1,21 @@
-"""The bytes of the phases before and after calibration: rotation, allocation, recovery, committing, saving."""
+"""The memory of all phases of a run: rotation, allocation, calibration, recovery, writing, saving."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..allocate.loss_curves import SampledRows, sampled_count, sampled_rows, trial_patterns
-from ..calibration.accumulators import GradientPlan
-from ..model.layers import Block, PrunableLayer
+from ..allocate.loss_curves import sampled_rows, trial_patterns
+from ..model.layers import Block
 from ..model.model_info import text_setting
-from ..pipeline.spec import StatisticsSpec
 from ..recover.run import Placement, TrainingBytes
 from ..recover.student import changes_structure, trainable
 from ..recover.tuning import part_size
-from .memory import Allocation, MemoryTrace, count_blocks
-from .report import DISK, HOST
-from .run_spec import RunSpec, module_bytes, pattern_of, problem_size, weight_bytes
+from .memory import MemoryTrace, Visit, count_passes
+from .report import HOST
+from .spec import RunSpec, module_bytes, pattern_of, weight_bytes
 
 # Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1
@@ -25,134 +25,122 @@ LEARNED_BYTES = 4 * 7
 SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 
 
-def rotation_run(run: RunSpec) -> RunSpec:
-    """The pass of a rotation over the dense model."""
-    selection = run.selection.of_the_dense_model(0.5 if run.selection.rotates_by_gradients else 1.0)
-    return dataclasses.replace(run, selection=selection, kind=GramStatistics)
+class Phase(NamedTuple):
+    """A phase that passes over the data."""
+
+    name: str
+    run: RunSpec
+    visits: list[Visit]
 
 
-def allocation_run(run: RunSpec) -> RunSpec:
-    """The pass of a Fisher allocation over the dense model: part of the samples, always with gradients."""
-    count, selection = sampled_count(run.samples), run.selection.of_the_dense_model(lam=0.0)
-    sizes = tuple(min(run.batch, count - done) for done in range(0, count, run.batch))
-    return dataclasses.replace(run, selection=selection, samples=sum(sizes), sizes=sizes, kind=SampledRows)
+def count_phases(trace: MemoryTrace, model: nn.Module) -> Iterator[Phase]:
+    """Count all phases, in the order of the run."""
+    run, config = trace.run, trace.run.selection.config
+    trace.add("weights of a block", str(run.device), run.offloaded.largest if run.offloaded else 0)
+    if config.rotation is not None:
+        yield _rotation(trace, model)
+    if config.allocation == "fisher":
+        yield _allocation(trace)
+    yield Phase("calibration", run, count_passes(trace, "calibration"))
+    if config.recover is not None and not (config.recover == "distill" and _distillation(trace, model)):
+        _recovery(trace)
+    _writing(trace)
+    _saving(trace, model)
 
 
-def rotation(trace: MemoryTrace, model: nn.Module) -> None:
-    """One pass over the data, which leaves an inverse for each group of layers with the same inputs.
+def _rotation(trace: MemoryTrace, model: nn.Module) -> Phase:
+    """A pass, with an inverse for each group of layers that share their inputs, and the learning of the rotation.
 
     The dense weights are copied to host memory. Rotated weights of offloaded blocks stay beside the original ones until
     the run ends.
     """
-    run, offloaded, selection = trace.run, trace.run.offloaded, trace.run.selection
+    run, offloaded, selection = trace.run.of_rotation(), trace.run.offloaded, trace.run.selection
     dense = sum(map(weight_bytes, selection.layers))
     if offloaded is not None:
         trace.add("rotated weights", offloaded.place, offloaded.total)
     else:
         trace.add("dense weights", HOST, dense)
     width, heads = text_setting(model, "hidden_size"), max(1, text_setting(model, "num_attention_heads"))
-    inverses: list[Allocation] = []
-
-    def allocate_inverses(block: Block) -> None:
-        footprint = run.footprint.blocks.get(block.name)
-        for group in footprint.shared if footprint else ():
-            layer = block.layers[min(group)]
-            d_in = layer.shape[1]
+    inverses = []
+    for block in (block for block in selection.structure.blocks if block.name in run.footprint.blocks):
+        for group in run.footprint.blocks[block.name].shared:
+            d_in = block.layers[group[0]].shape[1]
             size = 4 * d_in * (d_in if d_in == width else max(1, d_in // heads))
-            inverses.append(trace.allocate("inverses", size, layer.name))
-
-    passing = dataclasses.replace(trace, run=rotation_run(run))
-    count_blocks(passing, "rotation", solves=False, whole=True, done=allocate_inverses)
+            inverses.append(trace.allocate("inverses", size, block.name))
+    visits = count_passes(dataclasses.replace(trace, run=run), "rotation", solves=False, whole=True)
     largest = max(layer.shape[0] * layer.shape[1] // layer.groups for layer in selection.layers)
     trace.snapshot("rotation", "learning", learning=LEARNED_BYTES * largest + 24 * width**2)
-    for inverse in inverses:
-        trace.free("inverses", inverse)
+    trace.free(*inverses)
     if offloaded is None:
         trace.add("dense weights", HOST, -dense)
+    return Phase("rotation", run, visits)
 
 
-class GramStatistics(StatisticsSpec):
-    """The statistics of a rotation, whatever the solver: Gram matrices, and no gradients of weights."""
-
-    diagonal = False
-
-    def plan(self, layer: PrunableLayer) -> GradientPlan:
-        return GradientPlan(nothing=True)
-
-    def gradient_bytes(self, layer: PrunableLayer, plan: GradientPlan | None = None) -> int:
-        return 0
-
-
-def allocation(trace: MemoryTrace) -> None:
-    """Fisher allocation: a pass of some samples, and eight solutions of some rows of every matrix."""
-    run = trace.run
-    count_blocks(dataclasses.replace(trace, run=allocation_run(run)), "allocation", solves=False)
-    largest = max(run.selection.layers, key=lambda layer: layer.shape[0] * layer.shape[1] // layer.groups)
+def _allocation(trace: MemoryTrace) -> Phase:
+    """A pass of some samples, and eight solutions of some rows of every matrix."""
+    run = trace.run.of_allocation()
+    visits = count_passes(dataclasses.replace(trace, run=run), "allocation", solves=False)
+    selection = trace.run.selection
+    largest = max(selection.layers, key=lambda layer: layer.shape[0] * layer.shape[1] // layer.groups)
     rows = len(range(*sampled_rows(largest).indices(largest.shape[0])))
-    rows *= len(trial_patterns(run.selection.patterns[largest.name]))
-    size = dataclasses.replace(problem_size(run, largest, rows), samples=0, lam=1.0)
-    solver = run.selection.solver.work(size, pattern_of(run.selection, largest)).bytes
+    rows *= len(trial_patterns(selection.patterns[largest.name]))
+    size = dataclasses.replace(trace.run.problem_size(largest, rows), samples=0, lam=1.0)
+    solver = selection.solver.workspace(size, pattern_of(selection, largest))
     trace.snapshot("allocation", largest.name, solver=solver)
+    return Phase("allocation", run, visits)
 
 
-def recovery(trace: MemoryTrace) -> None:
+def _recovery(trace: MemoryTrace) -> None:
     """Two streams of hidden states, and one block in training at a time."""
-    run = trace.run
+    run, config = trace.run, trace.run.selection.config
     samples = min(part_size(run.samples), run.batch)
     per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
-    config = run.selection.config
     per_weight += 8 if config.bits or config.has_budget else 0  # the weight on the grid and its gradient
-    streams = [
-        trace.allocate("streams", run.footprint.hidden * count // run.batch, "recovery") for count in 2 * run.sizes
-    ]
+    streams = [trace.allocate("streams", run.footprint.hidden * n // run.batch, "recovery") for n in 2 * run.sizes]
     for block in (block for sequence in run.sequential for block in sequence if block.layers):
         footprint = run.footprint.blocks.get(block.name)
         activations = 0 if footprint is None else footprint.trained * samples * 4 // (run.batch * run.itemsize)
-        others = _others(run, block)
+        others = _trained_beside(run, block)
         trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
         trace.snapshot("recovery", block.name, activations=activations, training=trained * per_weight)
-        trace.add("results", DISK if trace.stores_on_disk else HOST, sum(each.nbytes for each in others))
-    for stream in streams:
-        trace.free("streams", stream)
+        trace.add("results", trace.result_place, sum(each.nbytes for each in others))
+    trace.free(*streams)
 
 
-def _others(run: RunSpec, block: Block) -> list[nn.Parameter]:
-    """The parameters of a block that a recovery trains besides the pruned matrices."""
-    if run.selection.config.recover is None or not changes_structure(
-        pattern_of(run.selection, each) for each in block.layers
-    ):
-        return []
+def _trained_beside(run: RunSpec, block: Block) -> list[nn.Parameter]:
+    """The parameters of a block that a recovery trains besides the pruned matrices: all of a narrower block."""
+    narrower = changes_structure(pattern_of(run.selection, each) for each in block.layers)
     pruned = {id(layer.parameter) for layer in block.layers}
-    return [parameter for parameter in trainable(block.module).values() if id(parameter) not in pruned]
+    trained = trainable(block.module).values() if narrower and run.selection.config.recover is not None else ()
+    return [parameter for parameter in trained if id(parameter) not in pruned]
 
 
-def distillation(trace: MemoryTrace, model: nn.Module) -> None:
-    """The teacher's cached hidden states; a copy of the model with its optimizer, where the run places them."""
+def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
+    """The teacher's hidden states, and a copy of the model with its optimizer; False where they do not fit."""
     run, config = trace.run, trace.run.selection.config
     size = TrainingBytes.of(model, config.bits is not None or config.has_budget)
     placement = Placement.within(size, run.storage)
     if not placement.trains:
-        recovery(trace)
-        return
-    cache = trace.allocate("streams", sum(run.footprint.hidden * count // run.batch for count in run.sizes), "teacher")
+        return False
+    cache = trace.allocate("streams", run.footprint.hidden * run.samples // run.batch, "teacher")
     samples = min(part_size(run.samples), run.batch)
     passes = [each.trained for each in run.footprint.blocks.values()] or [run.footprint.whole]
     activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
-    device, host = str(run.device), size.host if placement.on_host else size.best
-    trace.add("training", HOST, host)
-    trace.add("training", device, size.copy + (0 if placement.on_host else size.state))
+    trace.add("training", HOST, size.host if placement.on_host else size.best)
+    trace.add("training", str(run.device), size.copy + (0 if placement.on_host else size.state))
     trace.snapshot("recovery", "the model", activations=min(activations, run.storage.available()))
     trace.held.pop("training")
-    trace.free("streams", cache)
+    trace.free(cache)
+    return True
 
 
-def committing(trace: MemoryTrace) -> None:
+def _writing(trace: MemoryTrace) -> None:
     """The dense weights move to host memory while the pruned ones replace them; offloaded blocks are not written."""
     if trace.run.offloaded is not None:
         return
     sizes = list(map(weight_bytes, trace.run.selection.layers))
     for block in (block for sequence in trace.run.sequential for block in sequence):
-        sizes += [parameter.nbytes for parameter in _others(trace.run, block)]
+        sizes += [parameter.nbytes for parameter in _trained_beside(trace.run, block)]
     dense = max(sizes) + (sum(sizes) if trace.run.resumes else 0)
     trace.add("dense weights", HOST, dense)
     trace.snapshot("writing", "the model")
@@ -160,7 +148,7 @@ def committing(trace: MemoryTrace) -> None:
     trace.held.pop("results", None)
 
 
-def saving(trace: MemoryTrace, model: nn.Module) -> None:
+def _saving(trace: MemoryTrace, model: nn.Module) -> None:
     """A model in host memory is saved in place; from a GPU or offloaded, the tensors of a file are copied first."""
     offloaded = trace.run.offloaded
     if offloaded is not None:

@@ -1,4 +1,4 @@
-"""The inputs of a plan: calibration batches, sequences of blocks, footprint, and the memory that is free."""
+"""The inputs of a plan: calibration batches, sequences of blocks, and the memory that is free."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..errors import MoonshotError, Text, reason, require
 from ..model.calls import Forward, frozen, model_device
-from ..model.layers import Block, all_onloaded
+from ..model.layers import all_onloaded
 from ..model.losses import is_causal
 from ..model.model_info import (
     embedded_tokens,
@@ -27,11 +27,9 @@ from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint
-from .run_spec import OffloadedBlocks, RunSpec, module_bytes
+from .spec import OffloadedBlocks, RunSpec, module_bytes
 
 CPU = torch.device("cpu")
-Sequences = tuple[list[tuple[Block, ...]], list[Block]]  # of blocks, and the blocks in none
-NO_ACTIVATIONS = "activations are not in the figures, since the model cannot run on tensors without memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,57 +61,58 @@ def build_spec(
     Raises `MoonshotError` for a run that cannot be planned, or not without the model's weights.
     """
     model, config, blocks = subject.model, selection.config, selection.structure.blocks
-    if model_device(model).type != "meta" and offloaded is None:
-        data, sequences = _tested(subject, selection, batches)
+    tested = model_device(model).type != "meta" and offloaded is None
+    if tested:
+        prepared = prepare(subject, selection, batches)
+        data = prepared.calibration
     else:
         options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-        data, sequences = with_room(load_calibration(batches, None, **options), selection, model), None
+        data = with_room(load_calibration(batches, None, **options), selection, model)
         if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-    device, free = _free(model, machine, offloaded)
-    sizes = tuple(map(batch_size, data.batches))
-    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
-    try:
-        trains = selection.config.recover is not None
-        footprint = model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward)
-    except Exception as error:  # a model may read the value of any tensor
-        note = f"{NO_ACTIVATIONS} ({reason(error)[:200]})"
-        if sequences is None:
-            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
-        data = dataclasses.replace(data, notes=(*data.notes, note))
-        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
-        hidden = max(sizes) * (data.sequence_length or 0) * width
-        footprint = ModelFootprint({}, (), frozenset(), hidden, 0, 0)
-    if sequences is None:
-        sequences = footprint.sequences(blocks)
+    footprint, notes = _footprint(model, selection, data, forward, required=not tested)
+    if tested:
+        with frozen(model), all_onloaded(blocks):
+            found = find_block_sequences(model, blocks, prepared.probe, selection.needs_gradients, subject.loss)
+        sequential, others = tuple(found.sequential), found.non_sequential
+    else:
+        sequential, others = footprint.sequences(blocks)
         hint = Text("without {} they can be pruned, and planned", "offload")
-        single = offloaded is None or (len(sequences[0]) == 1 and not sequences[1])
+        single = offloaded is None or (len(sequential) == 1 and not others)
         require(single, "plan: the model's blocks are not sequential", hint=hint)
+    device, free = _free(model, machine, offloaded)
     run = RunSpec(
         selection=selection,
-        sequential=tuple(sequences[0]),
-        non_sequential=tuple(sequences[1]),
+        sequential=sequential,
+        non_sequential=others,
         footprint=footprint,
-        samples=data.num_samples,
-        sizes=sizes,
+        sizes=tuple(map(batch_size, data.batches)),
         tokens=data.sequence_length,
         vocabulary=vocabulary_size(model),
-        itemsize=selection.layers[0].parameter.dtype.itemsize,
         storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
         resumes=resumes,
+        gradients=selection.needs_gradients,
         offloaded=offloaded,
     )
-    return run, data
+    return run, dataclasses.replace(data, notes=(*data.notes, *notes))
 
 
-def _tested(subject: Subject, selection: Selection, batches: list[Batch]) -> tuple[CalibrationData, Sequences]:
-    """The data of a run on a model with all its weights, and the sequences of its blocks."""
-    prepared, blocks = prepare(subject, selection, batches), selection.structure.blocks
-    assert prepared.data is not None
-    with frozen(subject.model), all_onloaded(blocks):
-        gradients = selection.needs_gradients
-        tested = find_block_sequences(subject.model, blocks, prepared.probe, gradients, subject.loss)
-    return prepared.data, (list(tested.sequential), list(tested.non_sequential))
+def _footprint(
+    model: nn.Module, selection: Selection, data: CalibrationData, forward: Forward | None, required: bool
+) -> tuple[ModelFootprint, list[str]]:
+    """The footprint of the largest batch, with a note where it has the hidden states alone."""
+    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
+    trains = selection.config.recover is not None
+    try:
+        return model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward), []
+    except Exception as error:  # a model may read the value of any tensor
+        note = "activations are not in the figures, since the model cannot run on tensors without memory"
+        note = f"{note} ({reason(error)[:200]})"
+        if required:
+            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
+        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
+        hidden = batch_size(largest) * (data.sequence_length or 0) * width
+        return ModelFootprint({}, (), frozenset(), hidden, 0, 0), [note]
 
 
 def _free(
@@ -150,19 +149,12 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
         options |= {"max_positions": max_positions(model), "usable": usable(subject, selection)}
         return load_calibration(calibration, subject.tokenizer, **options).batches
     generator = torch.Generator().manual_seed(config.seed)
-    firsts = range(0, config.num_samples, config.batch_size)
-    sizes = [min(config.batch_size, config.num_samples - first) for first in firsts]
-    if takes_images(model):
-        return [_images(subject, selection, size, generator) for size in sizes]
-    return [_tokens(model, selection, size, generator) for size in sizes]
+    make = _images if takes_images(model) else _tokens
+    return split_batches([make(subject, selection, config.num_samples, generator)], config.batch_size)
 
 
-def _unknown(model: Any) -> MoonshotError:
-    hint = "give calibration batches, a list of dictionaries of model inputs"
-    return MoonshotError(f"plan: {type(model).__name__}'s inputs cannot be made up: {hint}")
-
-
-def _tokens(model: Any, selection: Selection, count: int, generator: torch.Generator) -> Batch:
+def _tokens(subject: Subject, selection: Selection, count: int, generator: torch.Generator) -> Batch:
+    model: Any = subject.model
     size, longest = embedded_tokens(model), max_positions(model)
     if size is None or reads_images_and_text(model):
         raise _unknown(model)
@@ -184,3 +176,8 @@ def _images(subject: Subject, selection: Selection, count: int, generator: torch
     images = torch.randn(count, channels, height, width, generator=generator)
     labels = {"labels": torch.zeros(count, dtype=torch.int64)} if selection.needs_losses else {}
     return {"pixel_values": images, **labels}
+
+
+def _unknown(model: Any) -> MoonshotError:
+    hint = "give calibration batches, a list of dictionaries of model inputs"
+    return MoonshotError(f"plan: {type(model).__name__}'s inputs cannot be made up: {hint}")

@@ -1,4 +1,4 @@
-"""A run before it starts: its layers, data and memory, and the sizes that follow from them."""
+"""A run before it starts: its layers, calibration data and memory, and the sizes that follow from them."""
 
 import dataclasses
 from functools import cached_property
@@ -6,13 +6,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from ..allocate.loss_curves import SampledRows, sampled_count
 from ..calibration.storage import Storage
 from ..devices import is_gpu
 from ..errors import Option, Text, require
 from ..model.layers import Block, PrunableLayer, Structure, is_on_disk
 from ..model.offload import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
-from ..objective.problem_size import ProblemSize, ruler_bytes
+from ..objective.problem_size import ProblemSize, objective_bytes
 from ..pipeline.selection import Selection
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
@@ -27,7 +28,7 @@ RETAINED_BYTES = 128 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedBlocks:
-    """Bytes of the offloaded blocks, of which one at a time is onloaded."""
+    """Bytes of the offloaded blocks; one at a time is onloaded."""
 
     largest: int
     total: int
@@ -37,7 +38,7 @@ class OffloadedBlocks:
 def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
     """The offloaded blocks of a model; None if all are resident.
 
-    `offload` is "cpu" or "disk" for a model without weights, which `on_cpu` must not be offloaded to the CPU.
+    `offload` is "cpu" or "disk" for a model without weights; with `on_cpu` it cannot be "cpu".
     """
     blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
     if not blocks:
@@ -55,6 +56,23 @@ def module_bytes(module: nn.Module) -> int:
     return sum({id(each): each.nbytes for each in (*module.parameters(), *module.buffers())}.values())
 
 
+def weight_bytes(layer: PrunableLayer) -> int:
+    """Bytes of a layer's matrix in the model's dtype."""
+    return layer.shape[0] * layer.shape[1] * layer.parameter.dtype.itemsize
+
+
+def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
+    """The pattern of a layer, before an allocation changes it."""
+    pattern = selection.patterns[layer.name]
+    return selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
+
+
+class GramMatrices(StatisticsSpec):
+    """The statistics of a rotation, whatever the solver: at λ = 1 Gram matrices alone."""
+
+    diagonal = False
+
+
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
     """A run: layers, sequences of blocks, calibration data and memory."""
@@ -64,14 +82,25 @@ class RunSpec:
     non_sequential: tuple[Block, ...]
     footprint: ModelFootprint
     sizes: tuple[int, ...]  # samples of each batch
-    samples: int  # N, in all
     tokens: int | None  # of a sample
     vocabulary: int
-    itemsize: int  # bytes of a number in the model's dtype
     storage: Storage
     resumes: bool  # results are written to a folder
+    gradients: bool  # whether its passes run backward
     kind: type[StatisticsSpec] = StatisticsSpec
     offloaded: OffloadedBlocks | None = None
+
+    def of_rotation(self) -> "RunSpec":
+        """The pass of a rotation over the dense model."""
+        selection = self.selection.of_the_dense_model(lam=1.0)
+        gradients = self.selection.rotates_by_gradients
+        return dataclasses.replace(self, selection=selection, gradients=gradients, kind=GramMatrices)
+
+    def of_allocation(self) -> "RunSpec":
+        """The pass of a Fisher allocation over the dense model: part of the samples, always with gradients."""
+        count, selection = sampled_count(self.samples), self.selection.of_the_dense_model(lam=0.0)
+        sizes = tuple(min(self.batch, count - first) for first in range(0, count, self.batch))
+        return dataclasses.replace(self, selection=selection, sizes=sizes, gradients=True, kind=SampledRows)
 
     @property
     def device(self) -> torch.device:
@@ -79,9 +108,19 @@ class RunSpec:
         return self.storage.device
 
     @property
+    def samples(self) -> int:
+        """N, in all batches."""
+        return sum(self.sizes)
+
+    @property
     def batch(self) -> int:
         """Samples of the largest batch."""
         return max(self.sizes)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        return self.selection.layers[0].parameter.dtype.itemsize
 
     @cached_property
     def statistics(self) -> StatisticsSpec:
@@ -90,63 +129,44 @@ class RunSpec:
 
     def all_token_experts(self, layer: PrunableLayer) -> int:
         """The number of experts that get all tokens, if the router sends the same number of tokens to each."""
-        config, top_k = self.selection.config, self.footprint.top_k.get(layer.name)
-        if top_k is None or config.under_calibrated_experts != "all":
+        top_k = self.footprint.top_k.get(layer.name)
+        if top_k is None or self.selection.config.under_calibrated_experts != "all":
             return 0
         tokens = self.samples * (self.tokens or 0) * top_k // len(layer.parameter)
         return layer.groups if is_under_calibrated(tokens, layer.shape[1]) else 0
 
     def logits_bytes(self) -> int:
         """A batch's logits with their gradient, and three float32 copies of one sample's."""
-        if not self.tokens:
-            return 0
-        sample = self.tokens * self.vocabulary
+        sample = (self.tokens or 0) * self.vocabulary
         return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
 
     @cached_property
     def retained(self) -> int:
         """Host memory that the C library retains of the tensors that every batch allocates and frees."""
         passes = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
-        logits = self.logits_bytes() if self.selection.needs_gradients else 0
+        logits = self.logits_bytes() if self.gradients else 0
         return min(RETAINED_BYTES, max(*passes, logits)) if self.device.type == "cpu" else 0
 
+    def problem_size(self, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
+        """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
+        lam, pattern = self.selection.lam_of(layer), pattern_of(self.selection, layer)
+        return ProblemSize(
+            rows=rows or layer.shape[0] // (layer.groups if layer.separate else 1),
+            inputs=layer.shape[1],
+            samples=self.samples if lam < 1 else 0,
+            groups=1 if layer.separate else layer.groups,
+            column_block=self.selection.solver.column_block(layer.shape[1], pattern),
+            compressed=self.statistics.plan(layer).column_block is not None,
+            lam=lam,
+            sparsity=pattern.sparsity,
+            device=self.device,
+            threads=1 if is_gpu(self.device) else torch.get_num_threads(),
+        )
 
-def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
-    """The pattern of a layer, before an allocation changes it."""
-    pattern = selection.patterns[layer.name]
-    return selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
-
-
-def problem_size(run: RunSpec, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
-    """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
-    selection, lam, device = run.selection, run.selection.lam_of(layer), run.device
-    d_out, d_in = layer.shape
-    pattern, separate = pattern_of(selection, layer), layer.separate
-    return ProblemSize(
-        rows=rows or (d_out // layer.groups if separate else d_out),
-        inputs=d_in,
-        samples=run.samples if lam < 1 else 0,
-        groups=1 if separate else layer.groups,
-        column_block=selection.solver.column_block(d_in, pattern),
-        compressed=run.statistics.plan(layer).column_block is not None,
-        lam=lam,
-        sparsity=pattern.sparsity,
-        device=device,
-        threads=1 if is_gpu(device) else torch.get_num_threads(),
-    )
-
-
-def solver_bytes(run: RunSpec, layer: PrunableLayer, rows: int) -> int:
-    """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
-    size, solver = problem_size(run, layer, rows), run.selection.solver
-    pattern = pattern_of(run.selection, layer)
-    work = solver.work(size, pattern)
-    weights = weight_bytes(layer) if layer.separate else 0
-    quantizing = 0 if pattern.grid is None else quantization_bytes(size)
-    return max(work.bytes, quantizing, ruler_bytes(size, solver.objective.diagonal_only)) + weights
-
-
-def weight_bytes(layer: PrunableLayer) -> int:
-    """Bytes of a layer's matrix in the model's dtype."""
-    d_out, d_in = layer.shape
-    return d_out * d_in * layer.parameter.dtype.itemsize
+    def solver_bytes(self, layer: PrunableLayer, rows: int) -> int:
+        """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
+        size, solver, pattern = self.problem_size(layer, rows), self.selection.solver, pattern_of(self.selection, layer)
+        weights = weight_bytes(layer) if layer.separate else 0
+        quantizing = 0 if pattern.grid is None else quantization_bytes(size)
+        losses = objective_bytes(size, solver.objective.diagonal_only)
+        return max(solver.workspace(size, pattern), quantizing, losses) + weights
