@@ -130,17 +130,17 @@ def solving_cost(
 ) -> float:
     """A rough estimate of the operations of a layer, to balance the load of processes.
 
-    A matrix is factorized in d_in³ operations, which every process repeats; then a row takes d_in², with gradients of N
-    `samples` as often as its Fisher term has ranks. Solvers that remove the weights of a row one by one take d_in³ for
-    each row. One elimination serves a family of patterns. Each of the `processes` solves some of the rows.
+    Every process factorizes a matrix in d_in³ operations; then a row takes d_in², with gradients of N `samples` that
+    times N, at most d_in. Solvers that remove the weights of a row one by one take d_in³ for each row. One elimination
+    serves a family of patterns. Each of the `processes` solves some of the rows.
     """
     d_out, d_in = layer.shape
     matrices = layer.groups if layer.separate else 1
-    rows, ranks = -(-d_out // (matrices * processes)), min(samples, d_in)
+    rows, samples = -(-d_out // (matrices * processes)), min(samples, d_in)
     if solver.objective.diagonal_only:
         operations = rows * d_in
     elif solver.ranks_removals:
-        operations = rows * d_in**2 * (d_in + ranks)
+        operations = rows * d_in**2 * (d_in + samples)
     else:
-        operations = d_in**3 + rows * d_in**2 * max(1, ranks)
+        operations = d_in**3 + rows * d_in**2 * max(1, samples)
     return float(matrices * operations * len({solver.family(pattern) for pattern in patterns}))

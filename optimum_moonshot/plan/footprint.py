@@ -6,8 +6,9 @@ of tokens is unknown without data, so every expert of a mixture gets the same nu
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class BlockFootprint:
     """Bytes on the model's device during a batch's pass through a block."""
 
     observed: int  # under the hooks: forward and, with gradients, backward
-    trained: int  # forward and backward in training, without the gradients of the weights; 0 unless asked for
+    trained: int  # forward and backward, with all that a layer's gradient needs; 0 unless asked for
     shared: tuple[tuple[int, ...], ...]  # indices of the layers that read the same tensor and share a Gram matrix
 
 
@@ -89,25 +90,11 @@ class ModelFootprint:
     """The footprints of the blocks with layers to prune, by name, and the bytes that they share."""
 
     blocks: dict[str, BlockFootprint]
-    order: tuple[str, ...]  # all blocks in the order of their calls
-    follows: frozenset[str]  # blocks that read the output of the preceding block, of the same shape as their own
+    # All blocks in the order of their calls: each reads the output of the one before, of the same shape as its own.
+    sequences: tuple[tuple[str, ...], ...]
     hidden: int  # bytes of a batch's hidden state
-    arguments: int  # bytes of the blocks' other arguments, which all batches share
     whole: int  # bytes of a pass of the whole model, with gradients also backward
     top_k: dict[str, int] = dataclasses.field(default_factory=dict)  # layer of experts → experts per token
-
-    def sequences(self, blocks: Sequence[Block]) -> tuple[tuple[tuple[Block, ...], ...], tuple[Block, ...]]:
-        """The sequential blocks, and the others with layers to prune, as far as shapes can show."""
-        by_name = {block.name: block for block in blocks}
-        sequences: list[list[Block]] = []
-        once = [name for name in self.order if self.order.count(name) == 1]
-        for name in once:
-            if name in self.follows and sequences:
-                sequences[-1].append(by_name[name])
-            else:
-                sequences.append([by_name[name]])
-        others = [block for name in set(self.order) - set(once) if (block := by_name[name]).layers]
-        return tuple(tuple(each) for each in sequences if any(block.layers for block in each)), tuple(others)
 
 
 def model_footprint(
@@ -137,14 +124,10 @@ def model_footprint(
                 if kind not in footprints:
                     footprints[kind] = fake.run_block(block, trains)
                 blocks[block.name] = footprints[kind]
-        size = arguments = 0
-        if fake.order:
-            call = fake.calls[fake.order[0]]
-            tensors = {id(each): each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)}
-            size, arguments = call.hidden.nbytes, sum(each.nbytes for each in tensors.values())
+        size = next((call.hidden.nbytes for call in fake.calls.values()), 0)
         experts = {layer.name: fake.layer(layer).module for layer in structure.layers() if layer.separate}
         top_k = {name: fake.top_k[module] for name, module in experts.items() if module in fake.top_k}
-    return ModelFootprint(blocks, tuple(fake.order), frozenset(fake.follows), size, arguments, whole, top_k)
+    return ModelFootprint(blocks, tuple(map(tuple, fake.sequences)), size, whole, top_k)
 
 
 def kind_of(block: Block) -> Any:
@@ -166,8 +149,7 @@ class _FakeModel:
         self.model, self.samples, self.gradients = shape_of(model, mode), samples, gradients
         self.copies = {module: self.model.get_submodule(name) for name, module in model.named_modules()}
         self.calls: dict[str, BlockCall] = {}
-        self.order: list[str] = []
-        self.follows: set[str] = set()
+        self.sequences: list[list[str]] = []
         self.held: list[Tensor] = []
         self.top_k: dict[nn.Module, int] = {}  # by module of experts
         self.observed = False  # experts are under hooks
@@ -183,27 +165,23 @@ class _FakeModel:
         """One pass of the model, which records the calls of the blocks; the bytes at its peak."""
         last: list[Tensor] = []
 
-        def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
+        def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with suppress(KeyError):  # without a hidden state
                 hidden, others, named = split_hidden(args, kwargs)
-            except KeyError:
-                return
-            if last and hidden is last[0]:
-                self.follows.add(name)
-            self.order.append(name)
-            self.calls.setdefault(name, BlockCall(others, named, hidden))
+                if not (last and hidden is last[0]):
+                    self.sequences.append([])
+                self.sequences[-1].append(name)
+                self.calls.setdefault(name, BlockCall(others, named, hidden))
 
-        def leave(name: str, output: Any) -> None:
+        def leave(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             hidden = first_tensor(output)
             last[:] = [hidden] if name in self.calls and hidden.shape == self.calls[name].hidden.shape else []
 
         with ExitStack() as stack, LiveBytes() as live, called_by(self.model, forward):
             for block in structure.blocks:
                 module = self.copies[block.module]
-                before = lambda _, args, kwargs, name=block.name: enter(name, args, kwargs)  # noqa: E731
-                after = lambda _, args, output, name=block.name: leave(name, output)  # noqa: E731
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
+                stack.callback(module.register_forward_pre_hook(partial(enter, block.name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(leave, block.name)).remove)
             for layer in structure.layers() if self.gradients else ():
                 self._watch(layer, stack, {}, 0)
             with torch.set_grad_enabled(self.gradients):
@@ -215,24 +193,15 @@ class _FakeModel:
         return live.peak
 
     def run_block(self, block: Block, trains: bool) -> BlockFootprint:
-        """Passes of a single block under hooks, and in training."""
+        """Passes of a single block under hooks, which hold the inputs of all layers, as training does."""
         reads: dict[Any, list[int]] = {}
         with ExitStack() as stack:
             for index, layer in enumerate(block.layers):
                 self._watch(layer, stack, reads, index)
             self.observed = True
             observed = self._pass(block, self.gradients)
+            trained = self._pass(block, True) if trains else 0
             self.observed = False
-        trained = 0
-        if trains:
-            weights = [each for each in self.copies[block.module].parameters() if each.is_floating_point()]
-            for weight in weights:
-                weight.requires_grad_(True)
-            trained = self._pass(block, True)
-            trained -= min(trained, sum(each.nbytes for each in weights if each.grad is not None))
-            for weight in weights:
-                weight.grad = None
-                weight.requires_grad_(False)
         alone = [(index,) for index in range(len(block.layers)) if not any(index in each for each in reads.values())]
         return BlockFootprint(observed, trained, (*map(tuple, reads.values()), *alone))
 

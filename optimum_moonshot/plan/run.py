@@ -17,13 +17,12 @@ from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
 from ..pipeline.selection import Subject, select
-from .inputs import MachineMemory, build_spec, example_batches, is_given
-from .memory import MemoryTrace, Visit
-from .phases import count_phases
+from .inputs import MachineMemory, example_batches, is_given
+from .memory import MemoryTrace, Visit, count_phases
 from .report import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
 from .seconds import Seconds, measure
 from .solver import clock
-from .spec import RunSpec, module_bytes, offloaded_blocks
+from .spec import RunSpec, build_spec, module_bytes, offloaded_blocks
 
 # Host memory of the libraries that read and tokenize text.
 TEXT_BYTES = 48 * 2**20
@@ -72,13 +71,7 @@ def make_plan(
     overflows = *_model_overflows(model, run, limits), *trace.overflows, *_overflows(peaks, free, run)
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
-        model={
-            "class": type(model).__name__,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": module_bytes(model),
-            "weights": weights,
-            "offloaded": None if offloaded is None else dataclasses.asdict(offloaded),
-        },
+        model=_describe(model, run),
         data={
             "num_samples": data.num_samples,
             "sequence_length": data.sequence_length,
@@ -94,6 +87,16 @@ def make_plan(
         overflows=overflows,
         notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes])),
     )
+
+
+def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
+    return {
+        "class": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": module_bytes(model),
+        "weights": model_device(model).type != "meta",
+        "offloaded": None if run.offloaded is None else dataclasses.asdict(run.offloaded),
+    }
 
 
 def _block_plans(

@@ -1,7 +1,7 @@
-"""Seconds of a run: the first block of every kind passes two batches, and counts give the rest.
+"""Seconds of a run: a batch passes the first block of every kind as in the run, and counts give the rest.
 
-The first batch waits for the memory of the statistics, so the second one is measured. Where a batch would take more
-than a few seconds, a sample or some of its tokens take its place, and the time is proportional to the tokens.
+Where a batch would take more than a few seconds, a sample or some of its tokens take its place, and the time is
+proportional to the tokens.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..calibration.accumulators import STAGED, GradientPlan
 from ..calibration.observer import Observer
@@ -28,8 +27,7 @@ from ..pipeline.stages import BlockPipeline, FullModelPipeline, Stage
 from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..rotate.permutation_search import search_products
 from .footprint import kind_of
-from .memory import WHOLE, Visit, passes_of
-from .phases import Phase
+from .memory import WHOLE, Phase, Visit, passes_of
 from .solver import clock, curve_seconds, solving_seconds
 from .spec import RunSpec, module_bytes, pattern_of
 
@@ -84,25 +82,24 @@ def measure(subject: Subject, phases: Sequence[Phase], batch: Batch, ready: floa
     calibration = passes["calibration"]
     seconds["calibration"] += ready
     seconds["solver"] = sum(solving.values())
-    heldout = run.samples * EVALUATIONS / HELDOUT_SHARE
-    if config.recover == "distill":  # teacher and student; a backward pass takes as long as two forward passes
-        samples = 3 * config.recovery_steps * STEP_SAMPLES + run.samples + heldout
-        seconds["recovery"] = samples * 2 * calibration.capture
-    elif config.recover is not None:
-        samples = 3 * config.recovery_steps * STEP_SAMPLES + 2 * run.samples + heldout
-        again = 6 * seconds["solver"] if config.recover == "gradual" else 0
-        seconds["recovery"] = samples * calibration.forward + again
+    if config.recover is not None:
+        seconds["recovery"] = _recovery_samples(run) * calibration.forward
+        seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
     if run.offloaded is not None:
         seconds["reading"] = reading * _times_read(run.selection)
-    saved = [parameter for block in run.selection.structure.blocks for parameter in block.module.parameters()]
-    saved += [layer.parameter for layer in run.selection.structure.outside]
-    seconds["saving"] = sum({id(each): each.nbytes for each in saved}.values()) / DISK_RATE
-    by_block = {
-        visit.block.name: calibration.blocks[visit.block.name] * run.samples
-        + sum(solving[layer.name] for layer in visit.block.layers)
-        for visit in phases[-1].visits
-    }
+    seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
+    by_block = {}
+    for block, _, _ in phases[-1].visits:
+        by_block[block.name] = calibration.blocks[block.name] * run.samples
+        by_block[block.name] += sum(solving[layer.name] for layer in block.layers)
     return Seconds({**seconds, "total": sum(seconds.values())}, by_block)
+
+
+def _recovery_samples(run: RunSpec) -> float:
+    """Samples that pass all blocks in a recovery; a backward pass takes as long as two forward passes."""
+    config, heldout = run.selection.config, run.samples * EVALUATIONS / HELDOUT_SHARE
+    samples = 3 * config.recovery_steps * STEP_SAMPLES + 2 * run.samples + heldout
+    return 2 * samples if config.recover == "distill" else samples  # by the teacher too
 
 
 def rotation_products(selection: Selection) -> float:
@@ -191,56 +188,45 @@ def _elements(batch: Batch) -> int:
 
 def _trial(subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[tuple[Block, ...]]) -> PassSeconds:
     """Seconds of a batch: one block of each kind is measured."""
-    run, capture, measured = phase.run, 0.0, dict[Any, _Measured]()
+    run, capture = phase.run, 0.0
+    measured: dict[Any, tuple[float, float]] = {}  # seconds of one of a kind's passes, and of one without hooks
     visits = {visit.block.layers[0].name: visit for visit in phase.visits}
-    for stages, blocks in _walks(subject, phase, [batch, batch], sequences):
+    for stages, blocks in _walks(subject, phase, batch, sequences):
         missing = {kind_of(block) for block in blocks if block.layers} - measured.keys()
         started = clock(run.device)
         for index, stage in enumerate(stages):
-            capture += 0.0 if index else (clock(run.device) - started) / 2
-            kind = kind_of(visits[stage.layers[0].name].block) if stage.layers else None
-            if kind in missing:
-                measured[kind] = _measured(run, stage, visits[stage.layers[0].name], batch_size(batch))
-                missing.remove(kind)
+            capture += 0.0 if index else clock(run.device) - started
+            visit = visits[stage.layers[0].name] if stage.layers else None
+            if visit is not None and kind_of(visit.block) in missing:
+                measured[kind_of(visit.block)] = _visit_seconds(run, stage, visit, batch_size(batch))
+                missing.remove(kind_of(visit.block))
             if not missing:
                 break
             stage.advance()
-    taken = {visit.block.name: measured[kind_of(visit.block)].of(visit) for visit in phase.visits}
-    forward = sum(measured[kind_of(visit.block)].forward for visit in phase.visits)
+    taken = {visit.block.name: visit.passes * measured[kind_of(visit.block)][0] for visit in phase.visits}
+    forward = sum(measured[kind_of(visit.block)][1] for visit in phase.visits)
     if run.offloaded is not None:  # the other blocks returned their input
         others = map(kind_of, run.selection.structure.blocks[len(sequences[0]) :])
-        capture += sum(measured[kind].forward for kind in others if kind in measured)
+        capture += sum(measured[kind][1] for kind in others if kind in measured)
     return PassSeconds(capture, taken, forward)
 
 
 def _walks(
-    subject: Subject, phase: Phase, batches: list[Batch], sequences: Sequence[tuple[Block, ...]]
+    subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[tuple[Block, ...]]
 ) -> Iterator[tuple[Iterable[Stage], tuple[Block, ...]]]:
     """The walks of a run with their blocks; offloaded blocks are in the sequences or return their input."""
     run, blocks = phase.run, phase.run.selection.structure.blocks
     for sequence in sequences:
         others = tuple(block for block in blocks if block not in sequence) if run.offloaded is None else ()
         storage = Storage(run.device)
-        yield BlockPipeline(subject.model, sequence, batches, run.gradients, subject.loss, storage, others), sequence
+        yield BlockPipeline(subject.model, sequence, [batch], run.gradients, subject.loss, storage, others), sequence
     for block in (visit.block for visit in phase.visits if visit.block.name == WHOLE):
         others = blocks if run.offloaded is None else ()
-        yield FullModelPipeline(subject.model, others, batches, run.gradients, subject.loss, block.layers), (block,)
+        yield FullModelPipeline(subject.model, others, [batch], run.gradients, subject.loss, block.layers), (block,)
 
 
-class _Measured(NamedTuple):
-    """Seconds of a batch at one block."""
-
-    visit: Visit  # of it
-    passes: float  # of all of them
-    forward: float  # of a pass that observes nothing
-
-    def of(self, other: Visit) -> float:
-        """The passes at another block of the same kind, whose partition may differ."""
-        return self.passes * other.passes / self.visit.passes
-
-
-def _measured(run: RunSpec, stage: Stage, visit: Visit, count: int) -> _Measured:
-    """Observe a block as the run does, part by part, on batches of `count` samples."""
+def _visit_seconds(run: RunSpec, stage: Stage, visit: Visit, count: int) -> tuple[float, float]:
+    """Seconds of a batch of `count` samples in a pass at a block, on average, and in one that observes nothing."""
     forward, seconds, spec = _observed(run, stage, (), count), 0.0, run.statistics
     for part in visit.parts:
         layers, plans = part.layers, {layer.name: spec.plan(layer) for layer in part.layers}
@@ -250,7 +236,7 @@ def _measured(run: RunSpec, stage: Stage, visit: Visit, count: int) -> _Measured
             plans = {name: dataclasses.replace(plan, rows=part.slices[0]) for name, plan in plans.items()}
         passes, observed = passes_of(run, part), _observed(run, stage, layers, count, plans)
         shown = [layer for layer in part.layers if run.all_token_experts(layer)]
-        if shown:  # to all tokens, by half of the passes
+        if shown:  # half of the passes give them all tokens
             some = min(ALL_TOKEN_EXPERTS, *(layer.groups for layer in shown))
             experts = [dataclasses.replace(layer, span=(0, some), everywhere=True) for layer in shown]
             expert = max(0.0, _observed(run, stage, experts, count) - forward) / some
@@ -258,7 +244,7 @@ def _measured(run: RunSpec, stage: Stage, visit: Visit, count: int) -> _Measured
         else:
             seconds += passes * observed
     advancing = visit.passes - sum(passes_of(run, part) for part in visit.parts)
-    return _Measured(visit, seconds + advancing * forward * (3 if run.gradients else 1), forward)
+    return (seconds + advancing * forward * (3 if run.gradients else 1)) / visit.passes, forward
 
 
 def _observed(
@@ -268,33 +254,21 @@ def _observed(
     count: int,
     plans: Mapping[str, GradientPlan] | None = None,
 ) -> float:
-    """Seconds of a batch of `count` samples under the hooks of some layers; with `plans` as in a pass of the run."""
+    """Seconds of a batch of `count` samples under the hooks of some layers; with `plans` as in a pass of the run.
+
+    The batch passes twice: the first time it waits for the memory of the statistics.
+    """
     plans, spec = plans or {}, run.statistics
     with_gradients = {layer.name for layer in layers if layer.name in plans and spec.needs_gradients(layer)}
     compressed = any(plans[name].column_block is not None for name in with_gradients)
     samples = STAGED if compressed else count
     with Observer(layers, spec.diagonal, with_gradients, samples, Storage(run.device), plans) as observer:
-        timed = _TimedObserver(observer, run.device)
-        stage.observe(timed, advance=bool(plans))
-    started = clock(run.device)
+        stage.observe(observer)
+        passing = clock(run.device)
+        stage.observe(observer, advance=bool(plans))
+    passed = clock(run.device)
     for layer in layers:
         if observer.reached(layer):
             observer.take(layer)
-    adding = clock(run.device) - started  # of `STAGED` samples, where they are compressed
-    return timed.seconds + (adding * count / STAGED if compressed else 0.0)
-
-
-class _TimedObserver:
-    """Measures the last batch, whose gradients are in the memory of the first."""
-
-    def __init__(self, observer: Observer, device: torch.device):
-        self.observer, self.device, self.gradients = observer, device, observer.gradients
-        self.started = self.seconds = 0.0
-
-    def begin(self, _: int, count: int, mask: Tensor | None) -> None:
-        self.started = clock(self.device)
-        self.observer.begin(0, count, mask)
-
-    def end(self) -> None:
-        self.observer.end()
-        self.seconds = clock(self.device) - self.started
+    adding = clock(run.device) - passed  # of `STAGED` samples, where they are compressed
+    return passed - passing + (adding * count / STAGED if compressed else 0.0)

@@ -6,7 +6,7 @@ part, such as a factorization, and a part per row.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +19,6 @@ from ..calibration.accumulators import numbers_per_row
 from ..calibration.observer import LayerStatistics
 from ..devices import is_gpu, wait_for
 from ..errors import FactorizationError
-from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher, FisherMatrices, SampleGradients
 from ..objective.grid import Grid
 from ..objective.patterns import Pattern
@@ -38,6 +37,8 @@ TRIAL_BYTES = 2**29
 # about as many steps then as with the inputs of trained models. White inputs would take half as many.
 DECAY = 1.25
 
+Problem = tuple[ProblemSize, tuple[Pattern, ...]]
+
 
 def clock(device: torch.device) -> float:
     """CPU seconds of this process if a single thread does all the work, so that other processes do not count; else
@@ -50,54 +51,37 @@ def clock(device: torch.device) -> float:
 
 
 def solving_seconds(run: RunSpec) -> dict[str, float]:
-    """Seconds in the solver of every layer; layers of the same size and pattern share a trial."""
-    seconds: dict[tuple[ProblemSize, Pattern], float] = {}
-    by_layer = {}
-    for layer in run.selection.layers:
-        kind = size, pattern = run.problem_size(layer), pattern_of(run.selection, layer)
-        if kind not in seconds:
-            floats = numbers_per_row(size.inputs, size.samples, size.size if size.compressed else None)
-            seconds[kind] = matrix_seconds(partial(_solve, run.selection.solver, pattern), size, floats)
-        by_layer[layer.name] = seconds[kind] * (layer.groups if layer.separate else 1)
-    return by_layer
+    """Seconds in the solver of every layer."""
+    layers = run.selection.layers
+    problems = {layer.name: (run.problem_size(layer), (pattern_of(run.selection, layer),)) for layer in layers}
+    return _by_layer(run, problems, partial(_solve, run.selection.solver))
 
 
 def curve_seconds(run: RunSpec) -> dict[str, float]:
-    """Seconds to measure the loss curve of every layer for an allocation; layers of the same size share a trial."""
-    solver, samples = run.selection.solver, sampled_count(run.samples)
-    grids = [Grid(bits, run.selection.config.quant_group) for bits in allocated_bits(run.selection.config)]
-
-    def measure(patterns: tuple[Pattern, ...], size: ProblemSize) -> float:
-        generator = torch.Generator(size.device).manual_seed(0)
-        weight, statistics = random_problem(solver, size, generator)
-        gradients = torch.randn(samples, *weight.shape, generator=generator, device=size.device)
-        inputs = statistics.inputs.diag() if statistics.diagonal else statistics.inputs
-        started = clock(size.device)
-        with suppress(FactorizationError):  # after most of the time
-            full = LayerStatistics(inputs, SampleGradients(gradients), samples)
-            matrix_curve(solver, weight, full, patterns, grids)
-        return clock(size.device) - started
-
-    seconds: dict[tuple[ProblemSize, tuple[Pattern, ...]], float] = {}
-    by_layer = {}
-    for layer in run.selection.layers:
-        kind = size, patterns = _curve_size(run, layer), trial_patterns(run.selection.patterns[layer.name])
-        if kind not in seconds:
-            seconds[kind] = matrix_seconds(partial(measure, patterns), size, samples * size.inputs)
-        by_layer[layer.name] = seconds[kind] * (layer.groups if layer.separate else 1)
-    return by_layer
+    """Seconds to measure the loss curve of every layer, for an allocation."""
+    selection, problems = run.selection, dict[str, Problem]()
+    grids = [Grid(bits, selection.config.quant_group) for bits in allocated_bits(selection.config)]
+    for layer in selection.layers:
+        patterns = trial_patterns(selection.patterns[layer.name])
+        rows = len(range(*sampled_rows(layer).indices(layer.shape[0])))
+        size = run.problem_size(layer, rows // layer.groups if layer.separate else rows)
+        size = dataclasses.replace(size, samples=sampled_count(run.samples), compressed=False)
+        problems[layer.name] = size, patterns
+    return _by_layer(run, problems, partial(_curve, selection.solver, grids))
 
 
-def _curve_size(run: RunSpec, layer: PrunableLayer) -> ProblemSize:
-    """The problem of a loss curve, which is solved at λ = 1."""
-    rows = len(range(*sampled_rows(layer).indices(layer.shape[0])))
-    size = run.problem_size(layer, rows // layer.groups if layer.separate else rows)
-    block = run.selection.solver.column_block(size.inputs, trial_patterns(run.selection.patterns[layer.name])[0])
-    return dataclasses.replace(size, samples=0, compressed=False, lam=1.0, column_block=block)
+def _by_layer(
+    run: RunSpec, problems: Mapping[str, Problem], solve: Callable[[tuple[Pattern, ...], ProblemSize], float]
+) -> dict[str, float]:
+    """Seconds of every layer; layers with the same problem share a trial."""
+    seconds = {problem: matrix_seconds(partial(solve, problem[1]), problem[0]) for problem in {*problems.values()}}
+    layers = run.selection.layers
+    return {layer.name: seconds[problems[layer.name]] * (layer.groups if layer.separate else 1) for layer in layers}
 
 
-def matrix_seconds(solve: Callable[[ProblemSize], float], size: ProblemSize, floats: int) -> float:
-    """Seconds of a matrix, by `solve`, with so many floats of gradients in each row."""
+def matrix_seconds(solve: Callable[[ProblemSize], float], size: ProblemSize) -> float:
+    """Seconds of a matrix, by trials of `solve` with some of its rows."""
+    floats = numbers_per_row(size.inputs, size.samples, size.size if size.compressed else None)
     most = min(size.rows, max(1, TRIAL_BYTES // (4 * max(1, floats))))
     rows, before = min(most, FIRST_ROWS), (0, 0.0)
     while True:
@@ -114,20 +98,31 @@ def matrix_seconds(solve: Callable[[ProblemSize], float], size: ProblemSize, flo
 
 
 @torch.no_grad()
-def _solve(solver: Solver, pattern: Pattern, size: ProblemSize) -> float:
-    """Seconds to solve a random matrix and to measure its losses."""
-    weight, statistics = random_problem(solver, size, torch.Generator(size.device).manual_seed(0))
+def _solve(solver: Solver, patterns: tuple[Pattern, ...], size: ProblemSize) -> float:
+    """Seconds to solve a random matrix by one pattern and to measure its losses."""
+    weight, statistics = random_problem(size, solver.objective.diagonal_only)
     started = clock(size.device)
     with suppress(FactorizationError):  # after most of the time
         objective = statistics.objective(weight, size.lam, size.column_block)
-        result = on_grid(solver, objective, solver.solve(objective, pattern), pattern)
+        result = on_grid(solver, objective, solver.solve(objective, patterns[0]), patterns[0])
         weight_losses(objective, result.weight, result.keep, weight.dtype)
     return clock(size.device) - started
 
 
-def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator) -> tuple[Tensor, LayerStatistics]:
-    """A random weight [d_out, d_in] and its statistics for a solver; the generator is on the device of `size`."""
+@torch.no_grad()
+def _curve(solver: Solver, grids: list[Grid], patterns: tuple[Pattern, ...], size: ProblemSize) -> float:
+    """Seconds to measure the loss curve of a random matrix."""
+    weight, statistics = random_problem(size)
+    started = clock(size.device)
+    with suppress(FactorizationError):
+        matrix_curve(solver, weight, statistics, patterns, grids)
+    return clock(size.device) - started
+
+
+def random_problem(size: ProblemSize, diagonal: bool = False) -> tuple[Tensor, LayerStatistics]:
+    """A random weight [d_out, d_in] and its statistics."""
     rows, d_in, device = size.rows, size.inputs, size.device
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
@@ -136,7 +131,7 @@ def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator
     covariance = torch.fft.irfft(spectrum, n=d_in)  # of a stationary process, whose Gram matrix is circulant
     gram = (covariance / covariance[0]).repeat(2).unfold(0, d_in, 1)[1:].flip(0).repeat(size.groups, 1, 1).squeeze(0)
     weight = normal(rows, d_in) / d_in**0.5
-    if solver.objective.diagonal_only:
+    if diagonal:
         squares = normal(rows, d_in).square_() if size.samples else None
         return weight, LayerStatistics(gram.diagonal(dim1=-2, dim2=-1).clone(), squares, size.samples, True)
     gradients: Fisher | None = None

@@ -23,7 +23,7 @@ from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.plan import seconds as planning_seconds
 from optimum_moonshot.plan.footprint import LiveBytes, shape_of
-from optimum_moonshot.plan.phases import TRAINED_BYTES
+from optimum_moonshot.plan.memory import TRAINED_BYTES
 from optimum_moonshot.plan.report import Snapshot, gib, peaks_of
 from optimum_moonshot.plan.seconds import PassSeconds, rotation_products
 from optimum_moonshot.plan.solver import random_problem
@@ -70,7 +70,7 @@ def test_a_solver_estimates_its_peak_memory(name, samples, lam):
             continue
         block = solver.column_block(64, pattern)
         size = ProblemSize(192, 64, samples, 1, block, bool(samples) and samples >= (block or 64), lam, 0.5)
-        weight, statistics = random_problem(solver, size, torch.Generator().manual_seed(0))
+        weight, statistics = random_problem(size, solver.objective.diagonal_only)
         with LiveBytes() as live, torch.no_grad():
             objective = statistics.objective(weight, lam, block)
             result = solver.solve(objective, pattern)
@@ -83,7 +83,7 @@ def test_a_solver_estimates_its_peak_memory(name, samples, lam):
 def test_a_diagonal_objective_needs_little_more_memory_than_the_weights(pattern):
     """Separately compared rows and the losses are processed in slices of rows."""
     solver, size = make_solver("wanda", {}), ProblemSize(4096, 2048)
-    weight, statistics = random_problem(solver, size, torch.Generator().manual_seed(0))
+    weight, statistics = random_problem(size, solver.objective.diagonal_only)
     with LiveBytes() as live, torch.no_grad():
         objective = statistics.objective(weight, 1.0, None)
         result = solver.solve(objective, pattern)
@@ -335,7 +335,7 @@ def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
     with LiveBytes() as live:
         pruner.prune(batches, progress=False)
     recovery = max(each.total("cpu") for each in plan.snapshots if each.phase == "recovery")
-    assert 0.85 < (recovery - most(plan, "allocator")) / live.peak < 1.2, (recovery, live.peak)
+    assert 0.8 < (recovery - most(plan, "allocator")) / live.peak < 1.25, (recovery, live.peak)
 
 
 @pytest.mark.parametrize(
