@@ -206,7 +206,8 @@ def _trial(subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[tup
     taken = {visit.block.name: visit.passes * measured[kind_of(visit.block)][0] for visit in phase.visits}
     forward = sum(measured[kind_of(visit.block)][1] for visit in phase.visits)
     if run.offloaded is not None:  # the other blocks returned their input
-        others = map(kind_of, run.selection.structure.blocks[len(sequences[0]) :])
+        names = {block.name for block in sequences[0]}
+        others = (kind_of(block) for block in run.selection.structure.blocks if block.name not in names)
         capture += sum(measured[kind][1] for kind in others if kind in measured)
     return PassSeconds(capture, taken, forward)
 
