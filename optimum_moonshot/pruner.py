@@ -21,7 +21,7 @@ from .model.isolation import uncompiled
 from .model.losses import default_loss
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
-from .plan.build_spec import MachineMemory
+from .plan.inputs import MachineMemory
 from .plan.run import make_plan
 from .prune.record import compact_pruned, note_rotation
 from .prune.run import prune_model, rotate_model

@@ -1,4 +1,4 @@
-"""The size of a pruning problem, from which solvers estimate memory and time before any data is read."""
+"""The size of a pruning problem, from which solvers estimate their memory before any data is read."""
 
 from dataclasses import dataclass
 
@@ -46,15 +46,7 @@ class ProblemSize:
         return min(self.threads * one, self.rows * bytes_per_row)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Memory and time to solve a matrix, without its statistics and the dense weight."""
-
-    bytes: int  # at the peak
-    operations: float  # proportional to the time, for matrices of one solver
-
-
-def ruler_bytes(size: ProblemSize, diagonal: bool) -> int:
+def objective_bytes(size: ProblemSize, diagonal: bool) -> int:
     """Bytes to build an objective and to evaluate the losses of two weights, the pruned and the masked one."""
     if diagonal:
         return 15 * size.weights + 2 * size.slices(24 * size.inputs) // 3

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from ..calibration.accumulators import GradientPlan, numbers_per_row
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Pattern, Unstructured
-from ..objective.problem_size import ProblemSize
 from ..objective.row_slices import split_range
 from ..solvers import Solver
 from .selection import Selection
@@ -129,17 +128,19 @@ def row_slices_within(layer: PrunableLayer, plan: GradientPlan, samples: int, me
 def solving_cost(
     solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], samples: int = 0, processes: int = 1
 ) -> float:
-    """An estimate of the time that a layer takes, in operations of one kind, as the solver states them.
+    """A rough estimate of the operations of a layer, to balance the load of processes.
 
-    The largest sparsity of a family of patterns counts, as one elimination serves all of them. `samples` is N, of the
-    gradients (0 at λ = 1), and `processes` the number of those that solve some of the rows each.
+    Every process factorizes a matrix in d_in³ operations; then a row takes d_in², with gradients of N `samples` that
+    times N, at most d_in. Solvers that remove the weights of a row one by one take d_in³ for each row. One elimination
+    serves a family of patterns. Each of the `processes` solves some of the rows.
     """
     d_out, d_in = layer.shape
-    matrices, groups = (layer.groups, 1) if layer.separate else (1, layer.groups)
-    rows = -(-d_out // (matrices * processes))
-    families = {solver.family(pattern): pattern for pattern in sorted(patterns, key=lambda pattern: pattern.sparsity)}
-    sizes = {
-        each: ProblemSize(rows, d_in, samples, groups, solver.column_block(d_in, each), sparsity=each.sparsity)
-        for each in families.values()
-    }
-    return matrices * sum(solver.work(size, each).operations for each, size in sizes.items())
+    matrices = layer.groups if layer.separate else 1
+    rows, samples = -(-d_out // (matrices * processes)), min(samples, d_in)
+    if solver.objective.diagonal_only:
+        operations = rows * d_in
+    elif solver.ranks_removals:
+        operations = rows * d_in**2 * (d_in + samples)
+    else:
+        operations = d_in**3 + rows * d_in**2 * max(1, samples)
+    return float(matrices * operations * len({solver.family(pattern) for pattern in patterns}))

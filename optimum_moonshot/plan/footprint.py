@@ -1,25 +1,34 @@
 """Bytes that a model and its blocks hold during a pass, measured on fake tensors, which have shapes and no memory.
 
-A block runs forward and backward at its real size in milliseconds, on any machine, whether its weights are loaded or
-not. The hooks here hold and convert the same tensors as `calibration.Observer`. The routing of tokens is unknown
-without data, so every expert of a mixture gets the same number of tokens.
+A block runs forward and backward at its real size in milliseconds, on any machine, with or without weights. The routing
+of tokens is unknown without data, so every expert of a mixture gets the same number of tokens.
 """
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..data.batches import Batch, batch_size
-from ..model.calls import BlockCall, Forward, called_by, first_tensor, frozen, join_hidden, run_model, split_hidden
+from ..model.calls import (
+    BlockCall,
+    Forward,
+    called_by,
+    first_tensor,
+    frozen,
+    hook_gradient,
+    join_hidden,
+    run_model,
+    split_hidden,
+)
 from ..model.experts import ExpertsLayer, expert_parameters, routing
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.offload import bare_copy
@@ -71,10 +80,9 @@ def shape_of(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 class BlockFootprint:
     """Bytes on the model's device during a batch's pass through a block."""
 
-    forward: int  # without graph and hooks
     observed: int  # under the hooks: forward and, with gradients, backward
-    trained: int  # forward and backward, with gradients of all its weights, which are not included; 0 unless asked for
-    shared: tuple[tuple[int, ...], ...]  # indices of its layers that read the same tensor and share one Gram matrix
+    trained: int  # forward and backward, with all that a layer's gradient needs; 0 unless asked for
+    shared: tuple[tuple[int, ...], ...]  # indices of the layers that read the same tensor and share a Gram matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +90,11 @@ class ModelFootprint:
     """The footprints of the blocks with layers to prune, by name, and the bytes that they share."""
 
     blocks: dict[str, BlockFootprint]
-    order: tuple[str, ...]  # all blocks in the order of their calls
-    follows: frozenset[str]  # blocks that read the output of the preceding block, of the same shape as their own
+    # All blocks in the order of their calls: each reads the output of the one before, of the same shape as its own.
+    sequences: tuple[tuple[str, ...], ...]
     hidden: int  # bytes of a batch's hidden state
-    arguments: int  # bytes of the blocks' other arguments, which all batches share
     whole: int  # bytes of a pass of the whole model, with gradients also backward
-    top_k: dict[str, int] = dataclasses.field(default_factory=dict)  # layer of experts → experts per token, if known
-
-    def sequences(self, blocks: Sequence[Block]) -> tuple[list[tuple[Block, ...]], list[Block]]:
-        """Of all blocks the sequential ones, and the others with layers to prune, as far as shapes can show."""
-        by_name = {block.name: block for block in blocks}
-        sequences: list[list[Block]] = []
-        once = [name for name in self.order if self.order.count(name) == 1]
-        for name in once:
-            if name in self.follows and sequences:
-                sequences[-1].append(by_name[name])
-            else:
-                sequences.append([by_name[name]])
-        others = [block for name in set(self.order) - set(once) if (block := by_name[name]).layers]
-        return [tuple(each) for each in sequences if any(block.layers for block in each)], others
+    top_k: dict[str, int] = dataclasses.field(default_factory=dict)  # layer of experts → experts per token
 
 
 def model_footprint(
@@ -113,43 +107,39 @@ def model_footprint(
 ) -> ModelFootprint:
     """Run a copy of a model and its blocks on fake tensors, with a batch of the size of the largest one.
 
-    `gradients` are those of calibration; if `trains`, blocks are trained as well. A model that reads the value of a
+    `gradients` are those of calibration; with `trains`, blocks are trained as well. A model that reads the value of a
     tensor raises any exception.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, frozen(model):
         fake = _FakeModel(model, mode, batch_size(batch), gradients)
-        inputs = {
-            name: torch.empty(each.shape, dtype=each.dtype) for name, each in batch.items() if name != "attention_mask"
-        }
+        shapes = {name: each for name, each in batch.items() if name != "attention_mask"}
+        inputs = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in shapes.items()}
         whole = fake.run(structure, inputs, forward)
         footprints: dict[Any, BlockFootprint] = {}
         blocks = {}
         for block in structure.blocks:
             if block.layers and block.name in fake.calls:
-                kind = _kind(block, fake.calls[block.name])
+                hidden = fake.calls[block.name].hidden
+                kind = kind_of(block), hidden.shape, hidden.dtype
                 if kind not in footprints:
                     footprints[kind] = fake.run_block(block, trains)
                 blocks[block.name] = footprints[kind]
-        hidden = arguments = 0
-        if fake.order:
-            call = fake.calls[fake.order[0]]
-            tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)]
-            hidden, arguments = call.hidden.nbytes, sum({id(each): each.nbytes for each in tensors}.values())
-        experts = {layer.name: fake.layer(layer).modules[0] for layer in structure.layers() if layer.separate}
+        size = next((call.hidden.nbytes for call in fake.calls.values()), 0)
+        experts = {layer.name: fake.layer(layer).module for layer in structure.layers() if layer.separate}
         top_k = {name: fake.top_k[module] for name, module in experts.items() if module in fake.top_k}
-    return ModelFootprint(blocks, tuple(fake.order), frozenset(fake.follows), hidden, arguments, whole, top_k)
+    return ModelFootprint(blocks, tuple(map(tuple, fake.sequences)), size, whole, top_k)
 
 
-def _kind(block: Block, call: BlockCall) -> tuple[Any, ...]:
-    """Equal for blocks with the same footprint."""
+def kind_of(block: Block) -> Any:
+    """Equal for blocks that take the same memory and time."""
     layers = tuple((layer.name.removeprefix(block.name), layer.shape) for layer in block.layers)
-    parameters = tuple((name, each.shape) for name, each in block.module.named_parameters())
-    return type(block.module), parameters, layers, call.hidden.shape, call.hidden.dtype
+    return type(block.module), tuple((name, each.shape) for name, each in block.module.named_parameters()), layers
 
 
-def _widen(gradient: Tensor) -> None:
-    """The float32 copy that the statistics read."""
-    gradient.float()
+def consume(conversions: Iterable[Any]) -> None:
+    """Make tensors one after the other, as an observer does."""
+    for _ in conversions:
+        pass
 
 
 class _FakeModel:
@@ -159,8 +149,7 @@ class _FakeModel:
         self.model, self.samples, self.gradients = shape_of(model, mode), samples, gradients
         self.copies = {module: self.model.get_submodule(name) for name, module in model.named_modules()}
         self.calls: dict[str, BlockCall] = {}
-        self.order: list[str] = []
-        self.follows: set[str] = set()
+        self.sequences: list[list[str]] = []
         self.held: list[Tensor] = []
         self.top_k: dict[nn.Module, int] = {}  # by module of experts
         self.observed = False  # experts are under hooks
@@ -176,148 +165,93 @@ class _FakeModel:
         """One pass of the model, which records the calls of the blocks; the bytes at its peak."""
         last: list[Tensor] = []
 
-        def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
+        def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with suppress(KeyError):  # without a hidden state
                 hidden, others, named = split_hidden(args, kwargs)
-            except KeyError:
-                return
-            if last and hidden is last[0]:
-                self.follows.add(name)
-            self.order.append(name)
-            self.calls.setdefault(name, BlockCall(others, named, hidden))
+                if not (last and hidden is last[0]):
+                    self.sequences.append([])
+                self.sequences[-1].append(name)
+                self.calls.setdefault(name, BlockCall(others, named, hidden))
 
-        def leave(name: str, output: Any) -> None:
+        def leave(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             hidden = first_tensor(output)
             last[:] = [hidden] if name in self.calls and hidden.shape == self.calls[name].hidden.shape else []
 
         with ExitStack() as stack, LiveBytes() as live, called_by(self.model, forward):
             for block in structure.blocks:
                 module = self.copies[block.module]
-                before = lambda _, args, kwargs, name=block.name: enter(name, args, kwargs)  # noqa: E731
-                after = lambda _, args, output, name=block.name: leave(name, output)  # noqa: E731
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
+                stack.callback(module.register_forward_pre_hook(partial(enter, block.name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(leave, block.name)).remove)
             for layer in structure.layers() if self.gradients else ():
-                self._watch(self.layer(layer), stack, {}, 0)
+                self._watch(layer, stack, {}, 0)
             with torch.set_grad_enabled(self.gradients):
                 output = run_model(self.model, inputs)
                 logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-                if self.gradients and logits is not None and logits.requires_grad:
+                if logits is not None and logits.requires_grad:
                     torch.autograd.backward(logits, torch.empty_like(logits))
             self.held.clear()
         return live.peak
 
     def run_block(self, block: Block, trains: bool) -> BlockFootprint:
-        """Passes of a single block, without hooks and with them, and in training."""
-        with LiveBytes() as forward:
-            self._call(block, False)
+        """Passes of a single block under hooks, which hold the inputs of all layers, as training does."""
         reads: dict[Any, list[int]] = {}
         with ExitStack() as stack:
             for index, layer in enumerate(block.layers):
-                self._watch(self.layer(layer), stack, reads, index)
+                self._watch(layer, stack, reads, index)
             self.observed = True
-            with LiveBytes() as observed, torch.set_grad_enabled(self.gradients):
-                output = self._call(block, self.gradients)
-                if self.gradients:
-                    torch.autograd.backward(output, torch.empty_like(output))
-                self.held.clear()
+            observed = self._pass(block, self.gradients)
+            trained = self._pass(block, True) if trains else 0
             self.observed = False
         alone = [(index,) for index in range(len(block.layers)) if not any(index in each for each in reads.values())]
-        trained = self._train(block) if trains else 0
-        return BlockFootprint(forward.peak, observed.peak, trained, (*map(tuple, reads.values()), *alone))
+        return BlockFootprint(observed, trained, (*map(tuple, reads.values()), *alone))
 
-    def _train(self, block: Block) -> int:
-        """Bytes of a pass in which all weights get gradients, without these."""
-        weights = [each for each in self.copies[block.module].parameters() if each.is_floating_point()]
-        for weight in weights:
-            weight.requires_grad_(True)
-        with LiveBytes() as live:
-            output = self._call(block, True)
-            torch.autograd.backward(output, torch.empty_like(output))
-        written = sum(each.nbytes for each in weights if each.grad is not None)
-        for weight in weights:
-            weight.grad = None
-            weight.requires_grad_(False)
-        return max(0, live.peak - written)
-
-    def _call(self, block: Block, gradients: bool) -> Tensor:
+    def _pass(self, block: Block, gradients: bool) -> int:
+        """A pass forward and, with gradients, backward; the bytes at its peak."""
         call = self.calls[block.name]
-        hidden = torch.empty(call.hidden.shape, dtype=call.hidden.dtype).requires_grad_(gradients)
-        args, kwargs = join_hidden(hidden, call)
-        with torch.set_grad_enabled(gradients):
-            return first_tensor(self.copies[block.module](*args, **kwargs))
+        with LiveBytes() as live, torch.set_grad_enabled(gradients):
+            hidden = torch.empty(call.hidden.shape, dtype=call.hidden.dtype).requires_grad_(gradients)
+            args, kwargs = join_hidden(hidden, call)
+            output = first_tensor(self.copies[block.module](*args, **kwargs))
+            if gradients:
+                torch.autograd.backward(output, torch.empty_like(output))
+            self.held.clear()
+        return live.peak
 
     def _watch(self, layer: PrunableLayer, stack: ExitStack, reads: dict[Any, list[int]], index: int) -> None:
         """Hold and convert the same tensors of a layer's calls as `Observer`; adds its index to its input tensors'."""
-        if layer.separate:  # see `_balanced`
+        if layer.separate:  # `_balanced` does
             return
 
-        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
-            inputs = (args[0] if args else next(iter(named.values()))).detach()
+        def see(called: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor | None:
+            inputs = inputs.detach()
             self.held.append(inputs)
-            key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), layer.input_key
+            key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), called.input_key
             if index not in reads.setdefault(key, []):
                 reads[key].append(index)
-            for _piece in layer.tokens(inputs, None):
-                pass
+            consume(called.tokens(inputs, None))
             if not torch.is_grad_enabled():
                 return None
-            leaf = not output.requires_grad
-            if leaf:
-                output = output.detach().requires_grad_(True).clone()
+            return hook_gradient(output, lambda delta: consume(called.pairs(inputs, delta, None, self.samples)))
 
-            def gradient(delta: Tensor) -> None:
-                for _pair in layer.pairs(inputs, delta, None, self.samples):
-                    pass
-
-            # A hook that stays would hold this model, whose calls hold the graph with the hook.
-            stack.callback(output.register_hook(gradient).remove)
-            return output if leaf else None
-
-        for module in layer.modules:
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        self.layer(layer).watch(see, stack)
 
     def _balanced(self, module: nn.Module) -> Callable[..., Tensor]:
-        """A forward of a module of experts that gives all experts the same number of tokens.
+        """A forward of a module of experts that holds what their inputs and outputs need, whatever the routing.
 
-        Without a graph, the tensors of one expert at a time are alive and, under hooks, the inputs of all.
+        Hooks hold the inputs of all experts until the batch ends; without a graph, the outputs of one expert at a time
+        are too small to count.
         """
         layers = [ExpertsLayer("", (module,), key=key) for key in expert_parameters(module)]
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            routed, tokens = routing(args, kwargs), hidden.reshape(-1, hidden.shape[-1])
-            top_k = 1
+            routed = routing(args, kwargs)
             if routed is not None:
-                top_k = self.top_k[module] = routed[0].shape[1]
-            experts = layers[0].groups
-            count = -(-len(tokens) * top_k // experts)  # tokens of an expert
-            if not torch.is_grad_enabled():
-                for layer in layers:
-                    if self.observed:
-                        self.held.append(tokens.new_empty(experts * count, layer.shape[1]))
-                    inputs = tokens.new_empty(count, layer.shape[1])
-                    inputs.float()
-                    inputs.new_empty(count, layer.shape[0] // experts)
-                return torch.zeros_like(tokens).view_as(hidden)
-            index = torch.zeros(experts * count, dtype=torch.int64)
-            x = read = tokens[index].view(experts, count, -1)
+                self.top_k[module] = routed[0].shape[1]
+            rows = hidden.numel() // hidden.shape[-1] * self.top_k.get(module, 1)
             for layer in layers:
-                width = layer.shape[1]
-                if x.shape[-1] == 2 * width:  # a gate and its values in one matrix
-                    gate, x = x.chunk(2, -1)
-                    x = functional.silu(gate) * x
-                elif x.shape[-1] != width:
-                    x = read
-                if self.observed:
-                    self.held.append(x.detach())
-                x.detach().float()
-                weight = layer.parameter
-                assert weight is not None
-                x = torch.bmm(x, weight if layer.transposed else weight.mT)
-                if x.requires_grad:
-                    x.register_hook(_widen)
-            scale = torch.empty(experts * count, 1, dtype=x.dtype)
-            flat = x.reshape(experts * count, -1) * scale
-            return torch.zeros_like(tokens).index_add(0, index, flat.to(tokens.dtype)).view_as(hidden)
+                d_out, d_in = layer.shape[0] // layer.groups, layer.shape[1]
+                width = d_in * self.observed + (d_in + d_out) * torch.is_grad_enabled()
+                self.held.append(hidden.new_empty(rows, width))
+            return hidden * 1.0
 
         return forward

@@ -1,30 +1,39 @@
-"""A dry run: the loop of a run, with stages, statistics and storage that count bytes instead of allocating them.
+"""A dry run, which counts bytes instead of allocating them, phase by phase in the order of the run.
 
-The loop, the partition and the form of the statistics are those of the run itself (`pipeline/`). Only the two seams
-differ: `collect` counts the bytes of the statistics, `solve` those of the solver.
+The partition of the layers and the form of their statistics are those of the run (`pipeline/`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from ..calibration.accumulators import STAGED, GradientPlan
+from ..allocate.loss_curves import SampledRows, sampled_count, sampled_rows, trial_patterns
+from ..calibration.accumulators import STAGED
 from ..calibration.storage import MORE_MEMORY
 from ..model.layers import Block, PrunableLayer
+from ..model.model_info import text_setting
 from ..objective.row_slices import slice_bytes
-from ..pipeline.backoff import Backoff
-from ..pipeline.loop import run_pipeline, solve_parts
-from ..pipeline.partition import Part
-from ..pipeline.stages import PassObserver, Stage
-from ..pipeline.task import Task
+from ..pipeline.partition import Part, partition
+from ..pipeline.spec import StatisticsSpec
+from ..recover.run import Placement, TrainingBytes
+from ..recover.student import changes_structure, trainable
+from ..recover.tuning import part_size
 from .report import DISK, HOST, Bytes, Overflow, Snapshot
-from .run_spec import RunSpec, pattern_of, solver_bytes, weight_bytes
+from .spec import RunSpec, module_bytes, pattern_of, weight_bytes
 
-Allocation = tuple[str, int]  # place and bytes
-Visit = tuple[Block, list[Part], int]  # a block with its parts, and the number of passes over the data
+WHOLE = "the whole model"  # the name of the block of all layers outside of sequential blocks
+Allocation = tuple[str, str, int]  # item, place and bytes
+
+
+class Visit(NamedTuple):
+    """The passes over the data at a block, or over the whole model for the layers outside of sequential blocks."""
+
+    block: Block
+    parts: list[Part]
+    passes: int
 
 
 @dataclasses.dataclass
@@ -37,7 +46,7 @@ class MemoryTrace:
     overflows: list[Overflow] = dataclasses.field(default_factory=list)
 
     def allocate(self, item: str, size: int, where: str) -> Allocation:
-        """Count bytes at the first place with enough memory, as `Storage.empty`; `where` is for an `Overflow`."""
+        """Count bytes at the first place with enough memory, like `Storage.empty`; `where` is for an `Overflow`."""
         storage = self.run.storage
         device = storage.place(size)
         if device is None and self.run.selection.config.offload_dir is None and not self.overflows:
@@ -48,19 +57,19 @@ class MemoryTrace:
             storage.used[device] += size
         place = DISK if device is None else str(device)
         self.add(item, place, size)
-        return place, size
+        return item, place, size
+
+    def free(self, *allocations: Allocation) -> None:
+        """Undo `allocate`."""
+        for item, place, size in allocations:
+            self.add(item, place, -size)
+            if place != DISK:
+                self.run.storage.used[torch.device(place)] -= size
 
     def add(self, item: str, place: str, size: int) -> None:
         """Count bytes at a place, without a limit; a negative size frees them."""
         sizes = self.held.setdefault(item, {})
         sizes[place] = sizes.get(place, 0) + size
-
-    def free(self, item: str, allocation: Allocation) -> None:
-        """Undo `allocate`."""
-        place, size = allocation
-        self.add(item, place, -size)
-        if place != DISK:
-            self.run.storage.used[torch.device(place)] -= size
 
     def snapshot(self, phase: str, where: str, **temporary: int) -> None:
         """Record the bytes in memory at a block or layer, with temporary ones (item → bytes) on the device."""
@@ -74,196 +83,273 @@ class MemoryTrace:
         self.snapshots.append(Snapshot(phase, where, {item: sizes for item, sizes in items.items() if sizes}))
 
     def store_result(self, layer: PrunableLayer) -> None:
-        """Count a layer's pruned weight; on disk only its survivors and a bit mask."""
+        """Count a layer's pruned weight; in a file only its survivors and a bit mask."""
         size = weight_bytes(layer)
-        if self.stores_on_disk:
+        if self.result_place == DISK:
             dense = 1 - pattern_of(self.run.selection, layer).sparsity
             size = min(size, round(dense * size) + layer.shape[0] * layer.shape[1] // 8)
-        self.add("results", DISK if self.stores_on_disk else HOST, size)
+        self.add("results", self.result_place, size)
 
     @property
-    def stores_on_disk(self) -> bool:
-        """Whether results are written to files."""
+    def result_place(self) -> str:
+        """Where results wait for the end of the run."""
         offloaded = self.run.offloaded
-        return self.run.resumes or (offloaded is not None and offloaded.place == DISK)
+        return DISK if self.run.resumes or (offloaded is not None and offloaded.place == DISK) else HOST
 
 
-def count_blocks(
-    trace: MemoryTrace,
-    phase: str = "calibration",
-    solves: bool = True,
-    whole: bool = False,
-    done: Callable[[Block], None] = lambda block: None,
-) -> list[Visit]:
-    """The dry run of the passes of a phase, which calls `done` after every block.
+def count_passes(trace: MemoryTrace, phase: str, solves: bool = True, whole: bool = False) -> list[Visit]:
+    """Count the passes of a phase over the model, in the order of the run.
 
-    Unless `solves`, the statistics are freed unused. With `whole`, one pass collects all layers of a block, whatever
+    Unless it `solves`, the statistics are freed unused. With `whole`, one pass collects all layers of a block, whatever
     the memory.
     """
-    task = CountedTask(trace, phase, solves, whole)
-
-    def visit(stage: CountedStage) -> None:
-        solve_parts(task, stage)
-        if stage.layers:
-            done(stage.block)
-
-    run_pipeline(counted_stages(trace, phase), visit, task.backoff, task.batches)
-    return task.visits
-
-
-class CountedStage:
-    """A block with layers to count, as a `Stage`; to advance is to free its caches."""
-
-    advanced = False
-
-    def __init__(self, block: Block, free: Callable[[], None]):
-        self.block, self.layers, self.advance = block, block.layers, free
-        self.onloaded = nullcontext
-
-    def observe(self, observer: PassObserver, advance: bool = False) -> None:
-        """There is nothing to observe."""
-
-
-def counted_stages(trace: MemoryTrace, phase: str) -> Iterator[CountedStage]:
-    """The stages of a run; their caches are counted."""
-    run, gradients = trace.run, trace.run.selection.needs_gradients
-
-    def free(caches: Sequence[Allocation]) -> None:
-        for allocation in caches:
-            trace.free("caches", allocation)
-
+    run, visits = trace.run, list[Visit]()
     for sequence in run.sequential:
-        observed = [i for i, block in enumerate(sequence) if block.layers]
-        to_head = run.offloaded is not None and gradients  # the head alone computes the loss
-        blocks = sequence[observed[0] :] if to_head else sequence[observed[0] : observed[-1] + 1]
-        caches = _capture(trace, phase, blocks, gradients)
-        for block in reversed(blocks) if gradients else blocks:
-            yield CountedStage(block, partial(free, caches.pop(block.name, [])))
-        free(caches.pop("", []))
-        trace.add("caches", str(run.device), -run.footprint.arguments)
+        observed = [index for index, block in enumerate(sequence.blocks) if block.layers]
+        to_head = run.gradients and (run.offloaded is not None or sequence.extras is not None)
+        blocks = sequence.blocks[observed[0] : None if to_head else observed[-1] + 1]
+        caches = _count_caches(trace, phase, blocks)
+        for block in reversed(blocks) if run.gradients else blocks:
+            if block.layers:
+                visits.append(_count_block(trace, phase, block, solves, whole))
+            trace.free(*caches.pop(block.name, []))
+        trace.free(*caches.pop("", []))
     structure = run.selection.structure
     others = [layer for block in run.non_sequential for layer in block.layers] + list(structure.outside)
     if others:
-        module = structure.blocks[0].module if structure.blocks else others[0].modules[0]
-        yield CountedStage(Block("the whole model", module, tuple(others)), lambda: None)
+        block = Block(WHOLE, others[0].modules[0], tuple(others))
+        visits.append(_count_block(trace, phase, block, solves, whole))
+    return visits
 
 
-def _capture(trace: MemoryTrace, phase: str, blocks: Sequence[Block], gradients: bool) -> dict[str, list[Allocation]]:
-    """The caches of the blocks' inputs and of the last output's gradient, by block; "" for those of all stages."""
-    run, footprint = trace.run, trace.run.footprint
+def _count_caches(trace: MemoryTrace, phase: str, blocks: Sequence[Block]) -> dict[str, list[Allocation]]:
+    """The caches by the block that frees them, "" for the end: backward the inputs of every block and the last output's
+    gradient, forward the inputs of the first.
+    """
+    run, hidden = trace.run, trace.run.footprint.hidden
     caches: dict[str, list[Allocation]] = {}
     for count in run.sizes:
-        size = footprint.hidden * count // run.batch
-        for block in blocks if gradients else blocks[:1]:
-            caches.setdefault(block.name if gradients else "", []).append(trace.allocate("caches", size, block.name))
-        if gradients:
+        size = hidden * count // run.batch
+        for block in blocks if run.gradients else blocks[:1]:
+            allocation = trace.allocate("caches", size, block.name)
+            caches.setdefault(block.name if run.gradients else "", []).append(allocation)
+        if run.gradients:
             caches.setdefault("", []).append(trace.allocate("caches", size, "output gradients"))
-    trace.add("caches", str(run.device), footprint.arguments)
-    if gradients:
-        trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=run.logits_bytes() + 3 * footprint.hidden)
-    forward = max((each.forward for each in footprint.blocks.values()), default=0)
-    trace.snapshot(phase, blocks[-1].name, activations=forward)
+    if run.gradients:
+        trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=run.logits_bytes() + 3 * hidden)
     return caches
 
 
-class CountedTask(Task):
-    """Counts the bytes of the statistics and of the solver; the parameters are those of `count_blocks`."""
+def _count_block(trace: MemoryTrace, phase: str, block: Block, solves: bool, whole: bool) -> Visit:
+    """All passes at a block, and the solver of its layers."""
+    spec, layers = trace.run.statistics, block.layers
+    parts = [Part(layers, (0,) * len(layers))] if whole else partition(layers, spec, trace.run.storage.available())
+    for part in parts:
+        _count_part(trace, phase, block, part, solves)
+    last = parts[-1]
+    # These do not feed the next block themselves: that takes one more pass.
+    advance = bool(last.slices) or (not spec.keeps_routing and any(layer.separate for layer in last.layers))
+    return Visit(block, parts, sum(passes_of(trace.run, part) for part in parts) + advance)
 
-    def __init__(self, trace: MemoryTrace, phase: str, solves: bool, whole: bool):
-        super().__init__(trace.run.statistics, Backoff(trace.run.storage), lambda: [])
-        self.trace, self.phase, self.solves, self.whole, self.run = trace, phase, solves, whole, trace.run
-        self.done: set[str] = set()
-        self.visits: list[Visit] = []
 
-    def lacks(self, layer: PrunableLayer) -> bool:
-        return layer.name not in self.done
+def passes_of(run: RunSpec, part: Part) -> int:
+    """Passes over the data that collect a part: slices of rows once to rank them, again to solve all but the last."""
+    slices, separate = len(part.slices), any(layer.separate for layer in part.layers)
+    passes = 1 if not slices else slices if separate else 2 * slices - 1
+    return passes * (2 if any(map(run.all_token_experts, part.layers)) else 1)
 
-    def partition(self, stage: Stage) -> list[Part]:
-        """Partition a stage like the run, and record the visit."""
-        assert isinstance(stage, CountedStage)
-        parts = super().partition(stage)
-        if self.whole and parts:
-            parts = [Part(tuple(stage.layers), (0,) * len(stage.layers))]
-        if parts:
-            last, routed = parts[-1], self.spec.keeps_routing
-            advance = (
-                bool(last.slices) or not routed and any(layer.separate for layer in last.layers)
-            )  # by one more pass
-            self.visits.append((stage.block, list(parts), sum(map(self._passes, parts)) + advance))
-        return parts
 
-    def _passes(self, part: Part) -> int:
-        """Slices of rows are collected to rank them, and again to solve them, except for the last one."""
-        slices, separate = len(part.slices), any(layer.separate for layer in part.layers)
-        passes = 1 if not slices else slices if separate else 2 * slices - 1
-        return passes * (2 if any(map(self.run.all_token_experts, part.layers)) else 1)
+def _count_part(trace: MemoryTrace, phase: str, block: Block, part: Part, solves: bool) -> None:
+    """One pass, of slices the first, since all are alike; and the solver of the layers."""
+    run, spec = trace.run, trace.run.statistics
+    footprint = run.footprint.blocks.get(block.name)
+    activations = run.footprint.whole if footprint is None else footprint.observed
+    layers, plan, rows, where = part.layers, None, 0, block.name
+    if part.slices:
+        layer, first = part.layers[0], part.slices[0]
+        where = layer.name
+        if layer.separate:
+            layers = (dataclasses.replace(layer, span=(first.start, first.stop)),)
+        else:
+            rows, plan = first.stop - first.start, dataclasses.replace(spec.plan(layer), rows=first)
+            activations += 4 * (1 + run.batch) * layer.shape[0] * layer.shape[1]  # sums over all slices
+    statistics: list[tuple[set[str], Allocation]] = []  # with the layers that use them
+    for layer in layers:
+        if size := spec.gradient_bytes(layer, plan):
+            statistics.append(({layer.name}, trace.allocate("statistics", size, layer.name)))
+    shared = () if footprint is None or part.slices else footprint.shared
+    groups = [[block.layers[i] for i in group if block.layers[i] in layers] for group in shared]
+    for readers in filter(None, groups or [[layer] for layer in layers]):
+        size, names = spec.gram_bytes(readers[0]), {layer.name for layer in readers}
+        statistics.append((names, trace.allocate("statistics", size, readers[0].name)))
+    trace.snapshot(phase, where, activations=activations + max(_staging_bytes(run, layer) for layer in layers))
+    for layer in part.layers:
+        if solves:
+            unsliced = 8 * layer.shape[0] * layer.shape[1] if rows else 0
+            trace.snapshot("solver", layer.name, solver=run.solver_bytes(layer, rows) + unsliced)
+            trace.store_result(layer)
+        for names, allocation in statistics:
+            if layer.name in names:
+                names.remove(layer.name)
+                trace.free(*([] if names else [allocation]))
 
-    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, int]]:
-        """Each layer with the rows that are collected at once, 0 for all; of slices the first, since all are alike."""
-        assert isinstance(stage, CountedStage)
-        footprint = self.run.footprint.blocks.get(stage.block.name)
-        activations = self.run.footprint.whole if footprint is None else footprint.observed
-        layers, where, rows, plan, shared = part.layers, stage.block.name, 0, None, list[set[str]]()
-        if part.slices:
-            layer, first, where = layers[0], part.slices[0], layers[0].name
-            if layer.separate:
-                layers = (dataclasses.replace(layer, span=(first.start, first.stop)),)
-            else:
-                rows, plan = first.stop - first.start, dataclasses.replace(self.spec.plan(layer), rows=first)
-                activations += 4 * (1 + self.run.batch) * layer.shape[0] * layer.shape[1]  # sums over all slices
-        elif footprint is not None:
-            shared = [{stage.layers[index].name for index in group} for group in footprint.shared]
-        statistics = self._allocate(layers, shared, plan)
-        self.trace.snapshot(self.phase, where, activations=activations + max(map(self._temporary, layers)))
-        for layer in part.layers:
-            yield layer, rows
-            for names, allocation in statistics:
-                if layer.name in names:
-                    names.remove(layer.name)
-                    if not names:
-                        self.trace.free("statistics", allocation)
 
-    def _allocate(
-        self, layers: Sequence[PrunableLayer], shared: Sequence[set[str]], plan: GradientPlan | None
-    ) -> list[tuple[set[str], Allocation]]:
-        """Gradients, and one Gram matrix for all layers that read the same tensor (`shared`), with these layers."""
-        trace, device, statistics = self.trace, self.run.device, list[tuple[set[str], Allocation]]()
-        for layer in layers:
-            size = self.spec.gradient_bytes(layer, plan)
-            if size:
-                statistics.append(({layer.name}, trace.allocate("statistics", size, layer.name)))
-        by_name = {layer.name: layer for layer in layers}
-        groups = [readers for group in shared if (readers := group & by_name.keys())]
-        groups += [{name} for name in by_name if not any(name in readers for readers in groups)]
-        for readers in groups:
-            layer = next(layer for layer in layers if layer.name in readers)
-            allocation = trace.allocate("statistics", self.spec.gram_bytes(layer), layer.name)
-            if allocation[0] != str(device) and device.type != "cpu":  # on a GPU even beyond its limit
-                trace.free("statistics", allocation)
-                allocation = str(device), allocation[1]
-                trace.add("statistics", *allocation)
-                self.run.storage.used[device] += allocation[1]
-            statistics.append((readers, allocation))
-        return statistics
+def _staging_bytes(run: RunSpec, layer: PrunableLayer) -> int:
+    """Temporary bytes while a batch's gradients are added."""
+    spec, weights = run.statistics, layer.shape[0] * layer.shape[1]
+    if not spec.needs_gradients(layer):
+        return 0
+    if spec.diagonal:
+        return 8 * weights // layer.groups
+    compressed = spec.plan(layer).column_block is not None
+    return min(slice_bytes(run.device), 8 * min(STAGED, run.samples) * weights) if compressed else 0
 
-    def _temporary(self, layer: PrunableLayer) -> int:
-        """Temporary bytes while a batch's gradients are added."""
-        d_out, d_in = layer.shape
-        if not self.spec.needs_gradients(layer):
-            return 0
-        if self.spec.diagonal:
-            return 8 * d_out * d_in // layer.groups
-        if self.spec.plan(layer).column_block is None:
-            return 0
-        return min(slice_bytes(self.run.device), 8 * min(STAGED, self.spec.samples) * d_out * d_in)
 
-    def solve(self, layer: PrunableLayer, statistics: int) -> None:
-        self.done.add(layer.name)
-        if self.solves:
-            whole = 8 * layer.shape[0] * layer.shape[1] if statistics else 0
-            size = solver_bytes(self.run, layer, statistics)
-            self.trace.snapshot("solver", layer.name, solver=size + whole)
-            self.trace.store_result(layer)
+# Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
+TRAINED_BYTES = 4 * 6 + 1
+# Bytes per weight of a matrix while a rotation is learned: the matrix, two rotated ones, the scores, their gradients.
+LEARNED_BYTES = 4 * 7
+# Bytes that `save_pretrained` copies to host memory at once, at most: of a resident model, and of an offloaded one.
+SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 
-    def skip(self, layer: PrunableLayer) -> None:
-        """There are no data that could miss a layer."""
+
+class Phase(NamedTuple):
+    """A phase that passes over the data."""
+
+    name: str
+    run: RunSpec
+    visits: list[Visit]
+
+
+def count_phases(trace: MemoryTrace, model: nn.Module) -> Iterator[Phase]:
+    """Count all phases, in the order of the run."""
+    run, config = trace.run, trace.run.selection.config
+    trace.add("weights of a block", str(run.device), run.offloaded.largest if run.offloaded else 0)
+    if config.rotation is not None:
+        yield _rotation(trace, model)
+    if config.allocation == "fisher":
+        yield _allocation(trace)
+    yield Phase("calibration", run, count_passes(trace, "calibration"))
+    if config.recover is not None and not (config.recover == "distill" and _distillation(trace, model)):
+        _recovery(trace)
+    if run.offloaded is None:
+        _writing(trace)
+    _saving(trace, model)
+
+
+class GramMatrices(StatisticsSpec):
+    """The statistics of a rotation, whatever the solver: at λ = 1 Gram matrices alone."""
+
+    diagonal = False
+
+
+def _rotation(trace: MemoryTrace, model: nn.Module) -> Phase:
+    """A pass, with an inverse for each group of layers that share their inputs, and the learning of the rotation.
+
+    The dense weights are copied to host memory. Rotated weights of offloaded blocks stay beside the original ones until
+    the run ends.
+    """
+    offloaded, selection = trace.run.offloaded, trace.run.selection
+    dense_model, gradients = selection.of_the_dense_model(lam=1.0), selection.rotates_by_gradients
+    run = dataclasses.replace(trace.run, selection=dense_model, gradients=gradients, kind=GramMatrices)
+    dense = sum(map(weight_bytes, selection.layers))
+    if offloaded is not None:
+        trace.add("rotated weights", offloaded.place, offloaded.total)
+    else:
+        trace.add("dense weights", HOST, dense)
+    width, heads = text_setting(model, "hidden_size"), max(1, text_setting(model, "num_attention_heads"))
+    inverses = []
+    for block in selection.structure.blocks:
+        for group in run.footprint.blocks[block.name].shared if block.name in run.footprint.blocks else ():
+            d_in = block.layers[group[0]].shape[1]
+            size = 4 * d_in * (d_in if d_in == width else max(1, d_in // heads))
+            inverses.append(trace.allocate("inverses", size, block.name))
+    visits = count_passes(dataclasses.replace(trace, run=run), "rotation", solves=False, whole=True)
+    largest = max(layer.shape[0] * layer.shape[1] // layer.groups for layer in selection.layers)
+    trace.snapshot("rotation", "learning", learning=LEARNED_BYTES * largest + 24 * width**2)
+    trace.free(*inverses)
+    if offloaded is None:
+        trace.add("dense weights", HOST, -dense)
+    return Phase("rotation", run, visits)
+
+
+def _allocation(trace: MemoryTrace) -> Phase:
+    """A pass of some samples, and eight solutions of some rows of every matrix."""
+    selection, batch, count = trace.run.selection, trace.run.batch, sampled_count(trace.run.samples)
+    sizes = tuple(min(batch, count - first) for first in range(0, count, batch))
+    dense_model = selection.of_the_dense_model(lam=0.0)
+    run = dataclasses.replace(trace.run, selection=dense_model, sizes=sizes, gradients=True, kind=SampledRows)
+    visits = count_passes(dataclasses.replace(trace, run=run), "allocation", solves=False)
+    largest = max(selection.layers, key=lambda layer: layer.shape[0] * layer.shape[1] // layer.groups)
+    rows = len(range(*sampled_rows(largest).indices(largest.shape[0])))
+    rows *= len(trial_patterns(selection.patterns[largest.name]))
+    size = dataclasses.replace(trace.run.problem_size(largest, rows), samples=0, lam=1.0)
+    solver = selection.solver.workspace(size, pattern_of(selection, largest))
+    trace.snapshot("allocation", largest.name, solver=solver)
+    return Phase("allocation", run, visits)
+
+
+def _recovery(trace: MemoryTrace) -> None:
+    """Two streams of hidden states, and one block in training at a time."""
+    run, config = trace.run, trace.run.selection.config
+    samples = min(part_size(run.samples), run.batch)
+    per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
+    per_weight += 8 if config.bits or config.has_budget else 0  # the weight on the grid and its gradient
+    streams = [trace.allocate("streams", run.footprint.hidden * n // run.batch, "recovery") for n in 2 * run.sizes]
+    for block in (block for sequence in run.sequential for block in sequence.blocks if block.layers):
+        footprint = run.footprint.blocks.get(block.name)
+        activations = 0 if footprint is None else footprint.trained * samples * 4 // (run.batch * run.itemsize)
+        others = _trained_beside(run, block)
+        trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
+        trace.snapshot("recovery", block.name, activations=activations, training=trained * per_weight)
+        trace.add("results", trace.result_place, sum(each.nbytes for each in others))
+    trace.free(*streams)
+
+
+def _trained_beside(run: RunSpec, block: Block) -> list[nn.Parameter]:
+    """The parameters of a block that a recovery trains besides the pruned matrices: all of a narrower block."""
+    narrower = changes_structure(pattern_of(run.selection, each) for each in block.layers)
+    pruned = {id(layer.parameter) for layer in block.layers}
+    trained = trainable(block.module).values() if narrower and run.selection.config.recover is not None else ()
+    return [parameter for parameter in trained if id(parameter) not in pruned]
+
+
+def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
+    """The teacher's hidden states, and a copy of the model with its optimizer; False where they do not fit."""
+    run, config = trace.run, trace.run.selection.config
+    size = TrainingBytes.of(model, config.bits is not None or config.has_budget)
+    placement = Placement.within(size, run.storage)
+    if not placement.trains:
+        return False
+    cache = trace.allocate("streams", run.footprint.hidden * run.samples // run.batch, "teacher")
+    samples = min(part_size(run.samples), run.batch)
+    passes = [each.trained for each in run.footprint.blocks.values()] or [run.footprint.whole]
+    activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
+    trace.add("training", HOST, size.host if placement.on_host else size.best)
+    trace.add("training", str(run.device), size.copy + (0 if placement.on_host else size.state))
+    trace.snapshot("recovery", "the model", activations=min(activations, run.storage.available()))
+    trace.held.pop("training")
+    trace.free(cache)
+    return True
+
+
+def _writing(trace: MemoryTrace) -> None:
+    """The dense weights move to host memory while the pruned ones replace them."""
+    sizes = list(map(weight_bytes, trace.run.selection.layers))
+    for block in (block for sequence in trace.run.sequential for block in sequence.blocks):
+        sizes += [parameter.nbytes for parameter in _trained_beside(trace.run, block)]
+    dense = max(sizes) + (sum(sizes) if trace.run.resumes else 0)
+    trace.add("dense weights", HOST, dense)
+    trace.snapshot("writing", "the model")
+    trace.add("dense weights", HOST, -dense)
+    trace.held.pop("results", None)
+
+
+def _saving(trace: MemoryTrace, model: nn.Module) -> None:
+    """A model in host memory is saved in place; from a GPU or offloaded, the tensors of a file are copied first."""
+    offloaded = trace.run.offloaded
+    if offloaded is not None:
+        trace.add("weights of a file", HOST, min(module_bytes(model), max(STREAMED_BYTES, offloaded.largest)))
+    elif trace.run.device.type != "cpu":
+        trace.add("weights of a file", HOST, min(module_bytes(model), SHARD_BYTES))
+    trace.snapshot("saving", "the model")

@@ -17,13 +17,12 @@ from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
 from ..pipeline.selection import Subject, select
-from .build_spec import MachineMemory, build_spec, example_batches, is_given
-from .memory import MemoryTrace, Visit, count_blocks
-from .phases import allocation, committing, distillation, recovery, rotation, saving
+from .inputs import MachineMemory, example_batches, is_given
+from .memory import MemoryTrace, Visit, count_phases
 from .report import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
-from .run_spec import RunSpec, module_bytes, offloaded_blocks
 from .seconds import Seconds, measure
 from .solver import clock
+from .spec import RunSpec, build_spec, module_bytes, offloaded_blocks
 
 # Host memory of the libraries that read and tokenize text.
 TEXT_BYTES = 48 * 2**20
@@ -63,16 +62,16 @@ def make_plan(
         run, data = build_spec(subject, selection, batches, forward, resumes, limits, offloaded)
         trace = MemoryTrace(run)
         trace.add("reading text", HOST, TEXT_BYTES if "input_ids" in batches[0] and not is_given(calibration) else 0)
-        visits = _count(trace, model)
+        phases = list(count_phases(trace, model))
         ready = clock(device) - started
-        seconds = measure(subject, run, data, ready) if weights and machine is None else None
+        seconds = measure(subject, phases, data.batches[0], ready) if weights and machine is None else None
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     places = [*dict.fromkeys([str(run.device), *free]), DISK]
     peaks = peaks_of(trace.snapshots, places)
-    overflows = _model_overflows(model, run, limits.device, limits.host), trace.overflows, _overflows(peaks, free, run)
+    overflows = *_model_overflows(model, run, limits), *trace.overflows, *_overflows(peaks, free, run)
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
-        model=_describe(model, run, weights),
+        model=_describe(model, run),
         data={
             "num_samples": data.num_samples,
             "sequence_length": data.sequence_length,
@@ -82,40 +81,22 @@ def make_plan(
         device=str(run.device),
         available=free,
         budget={str(place): limit for place, limit in run.storage.limits.items()},
-        blocks=tuple(_block_plans(trace, visits, places, seconds)),
+        blocks=tuple(_block_plans(trace, phases[-1].visits, places, seconds)),
         snapshots=peaks,
-        seconds={} if seconds is None else seconds.phases(visits),
-        overflows=tuple(overflow for phase in overflows for overflow in phase),
+        seconds={} if seconds is None else seconds.phases,
+        overflows=overflows,
         notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes])),
     )
 
 
-def _describe(model: nn.Module, run: RunSpec, weights: bool) -> dict[str, Any]:
+def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": module_bytes(model),
-        "weights": weights,
+        "weights": model_device(model).type != "meta",
         "offloaded": None if run.offloaded is None else dataclasses.asdict(run.offloaded),
     }
-
-
-def _count(trace: MemoryTrace, model: nn.Module) -> list[Visit]:
-    """All phases, in the order of the run."""
-    run, config = trace.run, trace.run.selection.config
-    trace.add("weights of a block", str(run.device), run.offloaded.largest if run.offloaded else 0)
-    if config.rotation is not None:
-        rotation(trace, model)
-    if config.allocation == "fisher":
-        allocation(trace)
-    visits = count_blocks(trace)
-    if config.recover == "distill":
-        distillation(trace, model)
-    elif config.recover is not None:
-        recovery(trace)
-    committing(trace)
-    saving(trace, model)
-    return visits
 
 
 def _block_plans(
@@ -123,8 +104,7 @@ def _block_plans(
 ) -> Iterator[BlockPlan]:
     """In the model's order of blocks; the layers outside of all sequences are last."""
     order = {block.name: index for index, block in enumerate(trace.run.selection.structure.blocks)}
-    for visit in sorted(visits, key=lambda visit: order.get(visit[0].name, len(order))):
-        block, parts, passes = visit
+    for block, parts, passes in sorted(visits, key=lambda visit: order.get(visit.block.name, len(order))):
         names = {block.name, *(layer.name for layer in block.layers)}
         phases = ("calibration", "solver")
         snapshots = [each for each in trace.snapshots if each.where in names and each.phase in phases]
@@ -136,62 +116,48 @@ def _block_plans(
             passes=passes,
             parts={part.layers[0].name: len(part.slices) for part in parts if part.slices},
             bytes={place: size for place, size in peaks.items() if size},
-            seconds=None if seconds is None else seconds.of_block(visit),
+            seconds=None if seconds is None else seconds.blocks[block.name],
         )
 
 
-def _model_overflows(
-    model: nn.Module, run: RunSpec, device_limit: int | None, host_limit: int | None
-) -> list[Overflow]:
-    """Whether the model itself exceeds the memory of another machine; None is this machine's, which has it."""
-    device, offloaded = str(run.device), run.offloaded
+def _model_overflows(model: nn.Module, run: RunSpec, machine: MachineMemory) -> Iterator[Overflow]:
+    """Whether the model itself exceeds the memory of another machine; this machine's has it already."""
+    on_cpu, offloaded = run.device.type == "cpu", run.offloaded
     size = module_bytes(model) - (offloaded.total if offloaded else 0)
-    limit = host_limit if device_limit is None and run.device.type == "cpu" else device_limit
-    overflows = []
+    limit = machine.host if machine.device is None and on_cpu else machine.device
     if limit is not None and size > limit:
-        places = '"disk"' if run.device.type == "cpu" else '"cpu" or "disk"'
+        places = '"disk"' if on_cpu else '"cpu" or "disk"'
         hint = "a narrower dtype, or a larger device"
         hint += "" if offloaded else f"; or offload its layers: offload={places}"
-        overflows.append(Overflow(device, "loading", "the model", size, limit, hint))
-    if offloaded is not None and offloaded.place == HOST and host_limit and offloaded.total > host_limit:
+        yield Overflow(str(run.device), "loading", "the model", size, limit, hint)
+    if offloaded is not None and offloaded.place == HOST and machine.host and offloaded.total > machine.host:
         layers = "the model's layers"
-        overflows.append(Overflow(HOST, "loading", layers, offloaded.total, host_limit, f'offload="{DISK}"'))
-    return overflows
+        yield Overflow(HOST, "loading", layers, offloaded.total, machine.host, f'offload="{DISK}"')
 
 
-def _overflows(peaks: Sequence[Snapshot], limits: dict[str, int], run: RunSpec) -> list[Overflow]:
+def _overflows(peaks: Sequence[Snapshot], limits: dict[str, int], run: RunSpec) -> Iterator[Overflow]:
     """The peak of each phase at each place, where it exceeds the free memory."""
-    overflows = []
     for place, limit in limits.items():
         for phase in dict.fromkeys(peak.phase for peak in peaks):
             peak = max((peak for peak in peaks if peak.phase == phase), key=lambda peak: peak.total(place))
             if peak.total(place) > limit:
                 hint = _hint(peak, place, run)
-                overflows.append(Overflow(place, phase, peak.where, peak.total(place), limit, hint))
-    return overflows
+                yield Overflow(place, phase, peak.where, peak.total(place), limit, hint)
 
 
 def _hint(peak: Snapshot, place: str, run: RunSpec) -> str:
     """The options that reduce the largest item of a peak."""
     largest = max(peak.items, key=lambda item: peak.items[item].get(place, 0))
-    config, host, gradients = run.selection.config, place == HOST, run.selection.needs_gradients
-    shorter = ["lower batch_size" if run.batch > 1 else "lower sequence_length"]
-    options: dict[str, list[str]] = {
-        "caches": ["set offload_dir" if host else "lower max_memory", "lower num_samples or sequence_length"],
-        "statistics": [
-            "set offload_dir and lower max_memory" if host else "lower max_memory",
-            *(["lower num_samples"] if gradients else []),
-            *(['fisher="attention"'] if gradients and config.fisher == "all" else []),
-            'solver="wanda"',
-        ],
-        "solver": [
-            *(["lower num_samples", 'fisher="attention" or lam=1'] if gradients else []),
-            'solver="wanda"',
-        ],
+    host, shorter = place == HOST, f"lower {'batch_size' if run.batch > 1 else 'sequence_length'}"
+    fisher = 'lower num_samples, or fisher="attention" or lam=1, or ' if run.gradients else ""
+    options = {
+        "caches": f"{'set offload_dir' if host else 'lower max_memory'}, or lower num_samples or sequence_length",
+        "statistics": f'{"set offload_dir and " if host else ""}lower max_memory, or {fisher}solver="wanda"',
+        "solver": f'{fisher}solver="wanda"',
         "activations": shorter,
         "logits": shorter,
-        "weights of a block": ["a narrower dtype"],
-        "rotated weights": ['offload="disk"' if host else "another offload_dir", "no rotation"],
-        "results": ["a machine with more memory" if run.resumes else "give a resume_dir"],
+        "weights of a block": "a narrower dtype",
+        "rotated weights": 'offload="disk", or no rotation' if host else "another offload_dir, or no rotation",
+        "results": "a machine with more memory" if run.resumes else "give a resume_dir",
     }
-    return ", or ".join(options.get(largest, ["a machine with more memory"]))
+    return options.get(largest, "a machine with more memory")

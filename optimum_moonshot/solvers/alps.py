@@ -22,7 +22,7 @@ from torch import Tensor
 from ..devices import is_gpu
 from ..objective.linalg import check_factored, parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import row_slices, split_range
 from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register_solver
@@ -65,22 +65,16 @@ class ALPS(Solver):
         # SparseGPT takes a fraction of the time, and its losses have about the same ratios between patterns.
         return SparseGPT(damping=self.damping).trials(objective, patterns)
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
         # Over a dozen float64 copies of the weights, and the factors or matrices of the rows.
-        rows, d_in, samples = size.rows, size.inputs, size.max_rank
-        inversions, products = d_in**3 * self.iterations / EVERY, self.iterations + self.refit_steps
+        d_in, samples = size.inputs, size.max_rank
         shared = 24 * size.groups * d_in**2 + 166 * size.weights
         if not samples:
-            return Work(shared, size.groups * inversions + 2 * products * size.weights * d_in)
+            return shared
         shared += 24 * size.weights
-        products = 2 * (self.inner_steps * self.iterations + self.refit_steps)
         if size.groups == 1 and samples < d_in:
-            return Work(
-                shared + 4 * samples * size.weights, inversions + products * size.weights * (d_in + 2 * samples)
-            )
-        matrices = 4 * rows * d_in**2
-        made = size.slices(8 * d_in**2) // size.threads
-        return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + samples))
+            return shared + 4 * samples * size.weights
+        return 4 * size.rows * d_in**2 + max(size.slices(8 * d_in**2) // size.threads, shared)
 
     def _split(self, objective: Quadratic, ridge: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, both [d_out, d_in]."""

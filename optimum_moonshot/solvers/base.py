@@ -37,7 +37,7 @@ from torch import Tensor
 from ..errors import MoonshotError, Option, reason, require
 from ..objective.linalg import escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Objective, Quadratic
 from .hyperparameters import check_option, check_options, options_of
 from .hyperparameters import hyperparameter as hyperparameter  # of the interface that solvers implement
@@ -107,20 +107,18 @@ class Solver(ABC):
             FactorizationError: the quadratic stays singular at the largest damping.
         """
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """Estimate the memory and time of `solve` before any data is read; the default suits most solvers.
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
+        """Estimate the bytes of `solve` at its peak, before any data is read; the default suits most solvers.
 
-        The bytes are those at the peak without the statistics and the layer's weight, but with the objective's float32
-        copy of it. The operations need only be proportional to the time.
+        The objective's float32 copy of the weight counts; the statistics and the layer's own weight do not.
 
         Args:
             size: of the matrix and its statistics.
             pattern: the pruning pattern.
         """
         if self.objective.diagonal_only:
-            return Work(24 * size.weights, size.weights)
-        matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.max_rank)
-        return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.max_rank))
+            return 24 * size.weights
+        return 48 * size.inputs**2 + size.weights * (24 + 4 * size.max_rank)
 
     def family(self, pattern: Any) -> Any:
         """Patterns whose families are equal are solved by one call of `solve_path`."""
@@ -172,7 +170,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", *FLAGS, "column_block", "work", "family", "solve_path", "trials"):
+        for capability in ("objective", *FLAGS, "column_block", "workspace", "family", "solve_path", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Quadratic
 from .base import PrunedWeight, Solver, finish, register_solver
 
@@ -24,5 +24,5 @@ class Magnitude(Solver):
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         return finish(objective, objective.weight, pattern.keep(objective.weight.abs()))
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        return Work(22 * size.weights, size.weights)
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
+        return 22 * size.weights

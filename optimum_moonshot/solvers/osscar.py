@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate
 from ..objective.patterns import Experts, Pattern, Structured
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
@@ -110,17 +110,16 @@ class OSSCAR(Solver):
             weight[rows] = system.refit(weight[rows] * keep[rows] * system.scale, keep[rows], REFIT_STEPS, columns)
         return weight, keep
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
         # The shared inverse, and for every row P_k (at times in both precisions) and M_k.
         rows, d_in, samples = size.rows, size.inputs, size.max_rank
-        shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
+        shared = 18 * d_in**2 + 50 * size.weights
         if not samples:
-            return Work(shared, d_in**3 + gone * size.weights)
+            return shared
         single = size.lam >= SINGLE_LAM and 2 * samples <= d_in
         spread, inner = (4 if single else 8) * samples * size.weights, 8 * rows * samples**2
         state = spread + inner + size.slices(24 * samples * d_in) * 2 // 3 + (0 if single else spread // 2)
-        operations = size.weights * samples * (d_in + 4 * gone) + gone * rows * samples**2
-        return Work(shared + max(state, spread + 3 * inner), d_in**3 + operations)
+        return shared + max(state, spread + 3 * inner)
 
 
 class Support:

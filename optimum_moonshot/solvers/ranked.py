@@ -24,7 +24,7 @@ from torch import Tensor
 from ..devices import free_bytes
 from ..objective.linalg import check_factored, escalate, parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import row_slices, slice_bytes, slices_within
 from .base import PrunedWeight, Solver, finish, register_solver
@@ -115,7 +115,7 @@ class Ranked(Solver):
         families = [list(patterns)] if isinstance(patterns[0], Unstructured) else [[pattern] for pattern in patterns]
         return [result.weight for family in families for result in self.solve_path(objective, family)]
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
         # The inverses of the rows that are eliminated together, and the ranking of all rows.
         d, count = size.size, size.weights // size.size
         cpu = size.device.type == "cpu"
@@ -127,7 +127,7 @@ class Ranked(Solver):
         eliminating = inverses * 25 // 16 + 7 * STEPS * together * d
         threads = max(1, min(size.threads if cpu else 1, count // together))
         peak = threads * max(eliminating, (inverses if size.max_rank else 0) + 32 * factored * d * d)
-        return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.max_rank))
+        return max(peak + 16 * size.weights, 60 * size.weights)
 
     def rank_removals(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove the weights of each row one by one, all of them or (n:m) as many as the pattern allows.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..objective.linalg import damped_inverse_factor, escalate
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive, stacked
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range
 from .base import PrunedWeight, Solver, finish, register_solver
@@ -109,7 +109,7 @@ class SparseGPT(Solver):
         copies = replace(objective, weight=objective.weight.repeat(len(patterns), 1), alive=alive)
         return list(self.solve(copies, together).weight.chunk(len(patterns)))
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
         # The shared factor, and for every row either Z, P, R and Q or a matrix.
         rows, d_in, samples, widths = size.rows, size.inputs, size.max_rank, Widths.of(pattern, self.block_size)
         compared = min(widths.compared, d_in)
@@ -118,9 +118,9 @@ class SparseGPT(Solver):
         if size.groups > 1 or d_in < DENSE_BELOW * samples:
             together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
             matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(24 * d_in**2, SLICE_BYTES)
-            return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + samples))
+            return max(shared, matrices) + columns
         if not samples:
-            return Work(max(shared + 4 * size.weights, 12 * d_in**2 + columns), 1.5 * d_in**3 + rows * d_in**2)
+            return max(shared + 4 * size.weights, 12 * d_in**2 + columns)
         item = 4 if size.lam >= SINGLE_LAM else 8
         row = (
             4 * d_in * samples
@@ -130,7 +130,7 @@ class SparseGPT(Solver):
         together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // row))
         slices = size.slices(8 * samples * (samples + widths.compared), SLICE_BYTES)
         state = together * row + 16 * d_in**2 + slices + columns
-        return Work(max(shared, state), 1.5 * d_in**3 + rows * samples * d_in * (d_in + 4 * samples))
+        return max(shared, state)
 
 
 def prune_columns(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
-from ..objective.problem_size import ProblemSize, Work
+from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import DiagonalQuadratic
 from .base import PrunedWeight, Solver, finish, register_solver
 
@@ -25,5 +25,5 @@ class Wanda(Solver):
         scores = objective.weight.square().mul_(objective.diagonal())
         return finish(objective, objective.weight, pattern.keep_per_row(scores))
 
-    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        return Work(9 * size.weights + size.slices(24 * size.inputs), size.weights)
+    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
+        return 9 * size.weights + size.slices(24 * size.inputs)

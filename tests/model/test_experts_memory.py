@@ -24,7 +24,6 @@ from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.pipeline.spec import StatisticsSpec
 from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
 from optimum_moonshot.plan.footprint import LiveBytes
-from optimum_moonshot.plan.probe import extrapolate
 from optimum_moonshot.prune.layer import solve
 from optimum_moonshot.recover.student import StudentBlock
 from optimum_moonshot.solvers import make_solver
@@ -228,13 +227,3 @@ def test_a_plan_counts_the_weights_of_all_experts_while_they_are_solved():
     gate_up, down = EXPERTS * 48 * 16 * 4, EXPERTS * 16 * 24 * 4
     assert peak.where.endswith("down_proj") and peak.items["results"]["cpu"] >= gate_up
     assert down < peak.items["solver"]["cpu"] < 1.5 * down
-
-
-def test_phases_that_do_not_grow_with_the_tokens_are_not_extrapolated():
-    def timing(seconds):
-        return {("capture", ""): seconds, ("observed", "block"): 2 * seconds, ("storage", "block"): 5.0}
-
-    line = extrapolate([(16, timing(1.0)), (64, timing(1.5))], 256)
-    assert line == pytest.approx(timing(3.5))
-    assert extrapolate([(16, timing(1.0))], 64)["capture", ""] == pytest.approx(4.0)
-    assert extrapolate([(16, timing(1.0)), (64, timing(0.9))], 256)["capture", ""] == pytest.approx(0.9)

@@ -17,15 +17,15 @@ from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
-from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
-from optimum_moonshot.pipeline import loop
+from optimum_moonshot.objective.problem_size import ProblemSize, objective_bytes
+from optimum_moonshot.pipeline import task
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.plan import seconds as planning_seconds
 from optimum_moonshot.plan.footprint import LiveBytes, shape_of
-from optimum_moonshot.plan.phases import TRAINED_BYTES
+from optimum_moonshot.plan.memory import TRAINED_BYTES
 from optimum_moonshot.plan.report import Snapshot, gib, peaks_of
-from optimum_moonshot.plan.seconds import ordering_products
+from optimum_moonshot.plan.seconds import PassSeconds, rotation_products
 from optimum_moonshot.plan.solver import random_problem
 from optimum_moonshot.solvers import make_solver
 
@@ -70,12 +70,12 @@ def test_a_solver_estimates_its_peak_memory(name, samples, lam):
             continue
         block = solver.column_block(64, pattern)
         size = ProblemSize(192, 64, samples, 1, block, bool(samples) and samples >= (block or 64), lam, 0.5)
-        weight, statistics = random_problem(solver, size, torch.Generator().manual_seed(0))
+        weight, statistics = random_problem(size, solver.objective.diagonal_only)
         with LiveBytes() as live, torch.no_grad():
             objective = statistics.objective(weight, lam, block)
             result = solver.solve(objective, pattern)
             weight_losses(objective, result.weight, result.keep, torch.float32)
-        estimate = max(solver.work(size, pattern).bytes, ruler_bytes(size, solver.objective.diagonal_only))
+        estimate = max(solver.workspace(size, pattern), objective_bytes(size, solver.objective.diagonal_only))
         assert 0.7 * live.peak <= estimate <= 1.35 * live.peak, (pattern, estimate / live.peak)
 
 
@@ -83,12 +83,12 @@ def test_a_solver_estimates_its_peak_memory(name, samples, lam):
 def test_a_diagonal_objective_needs_little_more_memory_than_the_weights(pattern):
     """Separately compared rows and the losses are processed in slices of rows."""
     solver, size = make_solver("wanda", {}), ProblemSize(4096, 2048)
-    weight, statistics = random_problem(solver, size, torch.Generator().manual_seed(0))
+    weight, statistics = random_problem(size, solver.objective.diagonal_only)
     with LiveBytes() as live, torch.no_grad():
         objective = statistics.objective(weight, 1.0, None)
         result = solver.solve(objective, pattern)
         weight_losses(objective, result.weight, result.keep, torch.float32)
-    estimate = max(solver.work(size, pattern).bytes, ruler_bytes(size, True))
+    estimate = max(solver.workspace(size, pattern), objective_bytes(size, True))
     assert live.peak <= 22 * size.weights and 0.8 * live.peak <= estimate <= 1.25 * live.peak
 
 
@@ -150,22 +150,21 @@ def test_plan_and_run_have_the_same_partition(solver, monkeypatch, tmp_path):
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     config = MoonshotConfig(**FAST, lam=0.5, solver=solver, max_memory=60_000, offload_dir=str(tmp_path))
     partitions = []
-    original = loop.partition
+    original = task.partition
 
     def record(*arguments):
         parts = original(*arguments)
-        partitions.append([[layer.name for layer in part.layers] for part in parts])
+        sliced = {part.layers[0].name: len(part.slices) for part in parts if part.slices}
+        partitions.append((len(parts), sliced))
         return parts
 
-    monkeypatch.setattr(loop, "partition", record)
     plan = MoonshotPruner(model, config).plan(batches)
-    planned_partitions = list(partitions)
-    partitions.clear()
+    monkeypatch.setattr(task, "partition", record)
     report = MoonshotPruner(model, config).prune(batches, progress=False)
-    assert partitions == planned_partitions
-    assert {block.rounds for block in plan.blocks} == {len(rounds) for rounds in planned_partitions}
-    split_layers = {name for block in plan.blocks for name in block.parts}
-    assert len(split_layers) == sum("row chunks" in note for note in report.notes)
+    backward = [(block.rounds, block.parts) for block in reversed(plan.blocks)]
+    assert partitions == backward
+    sliced = {name for block in plan.blocks for name in block.parts}
+    assert len(sliced) == sum("row chunks" in note for note in report.notes)
 
 
 def test_a_plan_has_no_side_effects(tmp_path, monkeypatch):
@@ -210,15 +209,20 @@ def test_phases_before_and_after_pruning_have_snapshots(fields):
 def test_channel_permutation_takes_time_for_n_m_patterns_alone():
     def products(*, layers=1, neurons=24, **fields):
         model = llama(num_hidden_layers=layers, intermediate_size=neurons)
-        return ordering_products(select(model, MoonshotConfig(**fields)))
+        return rotation_products(select(model, MoonshotConfig(**fields, rotation="learned", rotation_steps=1)))
 
-    assert products(sparsity=0.5) == products(pattern="4:4") == 0
-    once = products(pattern="2:4")
-    assert products(pattern="2:4", layers=3) == pytest.approx(3 * once) and once > 0
-    assert products(pattern="n:4", sparsity=0.5, allocation="fisher") == once
-    assert products(pattern="4:8") == 2 * once
+    assert products(sparsity=0.5) == products(pattern="4:4") > 0
+
+    def searching(**fields):
+        learning = {name: fields[name] for name in ("layers", "neurons") if name in fields}
+        return products(**fields) - products(sparsity=0.5, **learning)
+
+    once = searching(pattern="2:4")
+    assert searching(pattern="2:4", layers=3) == pytest.approx(3 * once) and once > 0
+    assert searching(pattern="n:4", sparsity=0.5, allocation="fisher") == once
+    assert searching(pattern="4:8") == 2 * once
     # The cost matrix is quadratic in the number of neurons.
-    assert products(pattern="2:4", neurons=48) == pytest.approx(4 * once)
+    assert searching(pattern="2:4", neurons=48) == pytest.approx(4 * once)
 
 
 def test_an_overflow_names_the_option_that_fixes_it():
@@ -331,7 +335,7 @@ def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
     with LiveBytes() as live:
         pruner.prune(batches, progress=False)
     recovery = max(each.total("cpu") for each in plan.snapshots if each.phase == "recovery")
-    assert 0.85 < (recovery - most(plan, "allocator")) / live.peak < 1.2, (recovery, live.peak)
+    assert 0.8 < (recovery - most(plan, "allocator")) / live.peak < 1.25, (recovery, live.peak)
 
 
 @pytest.mark.parametrize(
@@ -344,10 +348,11 @@ def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
     ],
 )
 def test_the_passes_before_a_run_are_timed_with_gradients_where_they_need_them(monkeypatch, phase, gradients, fields):
-    def timed(_, run, __):
-        return {("capture", ""): 1000.0 if run.selection.needs_gradients else 1.0, ("model", ""): 0.0}
+    def timed(_, phase, *__):
+        blocks = dict.fromkeys((visit.block.name for visit in phase.visits), 0.0)
+        return PassSeconds(1000.0 if phase.run.gradients else 1.0, blocks, 0.0)
 
-    monkeypatch.setattr("optimum_moonshot.plan.seconds.pass_seconds", timed)
+    monkeypatch.setattr("optimum_moonshot.plan.seconds._pass_seconds", timed)
     config = MoonshotConfig(solver="wanda", sparsity=0.5, num_samples=6, sequence_length=12, batch_size=2, **fields)
     plan = MoonshotPruner(make("llama"), config).plan(token_batches())
     count = sampled_count(6) if phase == "allocation" else 6

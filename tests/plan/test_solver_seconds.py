@@ -4,13 +4,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.objective.problem_size import ProblemSize
 from optimum_moonshot.pipeline.solve import solve_layer
-from optimum_moonshot.plan.solver import MATRIX_SECONDS, TRIAL_FRACTION, _matrix_seconds, random_problem
+from optimum_moonshot.plan.solver import (
+    FIRST_ROWS,
+    GROWTH,
+    MATRIX_SECONDS,
+    TRIAL_BYTES,
+    matrix_seconds,
+    random_problem,
+)
 from optimum_moonshot.prune import layer as solving
 from optimum_moonshot.solvers import make_solver
 from optimum_moonshot.solvers.alps import System
@@ -23,15 +29,15 @@ def cost(size, fixed, power, speed):
     return (fixed * size.inputs**3 + size.rows * (size.inputs**power + 2000 * size.inputs)) / speed
 
 
-def planned(size, count, seconds):
-    """The planned seconds of one of `count` matrices, and those of the trials, where time costs nothing."""
+def planned(size, seconds):
+    """The planned seconds of a matrix, and those of the trials, where time costs nothing."""
     taken = []
 
-    def solve(other):
-        taken.append(seconds(other))
+    def solve(tried):
+        taken.append(seconds(tried))
         return taken[-1]
 
-    return _matrix_seconds(make_solver("obc", {}), Unstructured(0.5), size, count, solve), taken
+    return matrix_seconds(solve, size), taken
 
 
 @pytest.mark.parametrize("power", [2, 2.5, 3])
@@ -39,18 +45,28 @@ def planned(size, count, seconds):
 @pytest.mark.parametrize(("rows", "inputs"), [(512, 512), (4096, 1024), (1024, 2048)])
 def test_a_time_affine_in_the_rows_is_exact(rows, inputs, fixed, power):
     size, seconds = ProblemSize(rows, inputs), partial(cost, fixed=fixed, power=power, speed=1e10)
-    estimate, taken = planned(size, 500, seconds)
+    estimate, taken = planned(size, seconds)
     assert estimate == pytest.approx(seconds(size), rel=1e-9)
-    assert sum(taken) < 6 * max(MATRIX_SECONDS, TRIAL_FRACTION * 500 * seconds(size))
+    first = seconds(ProblemSize(FIRST_ROWS, inputs))
+    assert sum(taken) < 3 * GROWTH * max(MATRIX_SECONDS, first)
 
 
-@pytest.mark.parametrize("power", [2.6, 3])
-@pytest.mark.parametrize(("rows", "inputs"), [(64, 2048), (256, 4096), (1024, 8192)])
-def test_a_matrix_too_large_for_a_trial_with_all_inputs(rows, inputs, power):
-    size, seconds = ProblemSize(rows, inputs), partial(cost, fixed=1, power=power, speed=2e9)
-    estimate, taken = planned(size, 1, seconds)
-    assert 0.5 < estimate / seconds(size) < 1.5
-    assert sum(taken) < 8 * max(MATRIX_SECONDS, TRIAL_FRACTION * seconds(size))
+def test_a_matrix_whose_first_rows_take_long_has_two_trials():
+    size, seconds = ProblemSize(1024, 8192), partial(cost, fixed=0, power=3, speed=2e9)
+    estimate, taken = planned(size, seconds)
+    assert estimate == pytest.approx(seconds(size)) and len(taken) == 2
+
+
+def test_trials_have_few_gradients_and_whole_groups():
+    tried = []
+
+    def solve(size):
+        tried.append(size.rows)
+        return 1e-6 * size.rows
+
+    size = ProblemSize(960, 64, TRIAL_BYTES // (400 * 64), groups=3)
+    assert matrix_seconds(solve, size) == pytest.approx(960e-6)
+    assert max(tried) <= 100 and all(rows % 3 == 0 for rows in tried)
 
 
 @pytest.mark.slow
@@ -82,7 +98,7 @@ def test_random_problems_of_alps_take_as_many_products_as_a_trained_model(monkey
     for (rows, inputs), counts in real.items():
         products.clear()
         size = ProblemSize(rows, inputs, samples, lam=lam, sparsity=0.6)
-        weight, statistics = random_problem(make_solver("alps", {}), size, torch.Generator().manual_seed(0))
+        weight, statistics = random_problem(size)
         make_solver("alps", {}).solve(statistics.objective(weight, lam, None), Unstructured(0.6))
         mean = sum(counts) / len(counts)
         assert 0.5 < len(products) / mean < 1.5, (rows, inputs, len(products), counts)

@@ -1,0 +1,270 @@
+"""A run before it starts: its layers, calibration data and memory, and the sizes that follow from them."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calibration.storage import Storage, free_memory
+from ..data.batches import Batch, batch_size, split_batches
+from ..data.text import CalibrationData, load_calibration
+from ..devices import is_gpu
+from ..errors import MoonshotError, Option, Text, reason, require
+from ..model.calls import Forward, frozen, model_device
+from ..model.layers import Block, PrunableLayer, Structure, all_onloaded, is_on_disk
+from ..model.model_info import (
+    text_setting,
+    vocabulary_size,
+)
+from ..model.offload import RESIDENT
+from ..objective.patterns import MixedNM, Pattern
+from ..objective.problem_size import ProblemSize, objective_bytes
+from ..pipeline.block_sequences import BlockSequence, find_block_sequences
+from ..pipeline.calibration_data import with_room
+from ..pipeline.inputs import prepare
+from ..pipeline.selection import Selection, Subject
+from ..pipeline.spec import StatisticsSpec
+from ..pipeline.under_calibrated_experts import is_under_calibrated
+from ..solvers.quantization import quantization_bytes
+from .footprint import ModelFootprint, model_footprint
+from .inputs import MachineMemory
+from .report import DISK, HOST
+
+# The freed memory that a C library retains within a phase, at most: glibc's trim threshold at the end of its heap,
+# which is twice the largest tensor below 32 MiB, and as much in holes between tensors that live longer.
+RETAINED_BYTES = 128 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedBlocks:
+    """Bytes of the offloaded blocks; one at a time is onloaded."""
+
+    largest: int
+    total: int
+    place: str  # "cpu" or "disk"
+
+
+def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
+    """The offloaded blocks of a model; None if all are resident.
+
+    `offload` is "cpu" or "disk" for a model without weights; with `on_cpu` it cannot be "cpu".
+    """
+    blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
+    if not blocks:
+        return None
+    sizes = [module_bytes(block.module) for block in blocks]
+    place = offload or (DISK if is_on_disk(blocks) else HOST)
+    hint = Text("use {}, or give {}", Option("offload", "disk"), "device_memory")
+    message = "the model is on the CPU anyway"
+    require(place != HOST or not on_cpu, message, field="offload", value="cpu", hint=hint)
+    return OffloadedBlocks(max(sizes), sum(sizes), place)
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones once."""
+    return sum({id(each): each.nbytes for each in (*module.parameters(), *module.buffers())}.values())
+
+
+def weight_bytes(layer: PrunableLayer) -> int:
+    """Bytes of a layer's matrix in the model's dtype."""
+    return layer.shape[0] * layer.shape[1] * layer.parameter.dtype.itemsize
+
+
+def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
+    """The pattern of a layer, before an allocation changes it."""
+    pattern = selection.patterns[layer.name]
+    return selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """A run: layers, sequences of blocks, calibration data and memory."""
+
+    selection: Selection
+    sequential: tuple[BlockSequence, ...]
+    non_sequential: tuple[Block, ...]
+    footprint: ModelFootprint
+    sizes: tuple[int, ...]  # samples of each batch
+    tokens: int | None  # of a sample
+    vocabulary: int
+    storage: Storage
+    resumes: bool  # results are written to a folder
+    gradients: bool  # whether its passes run backward
+    kind: type[StatisticsSpec] = StatisticsSpec
+    offloaded: OffloadedBlocks | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.storage.device
+
+    @property
+    def samples(self) -> int:
+        """N, in all batches."""
+        return sum(self.sizes)
+
+    @property
+    def batch(self) -> int:
+        """Samples of the largest batch."""
+        return max(self.sizes)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        return self.selection.layers[0].parameter.dtype.itemsize
+
+    @cached_property
+    def statistics(self) -> StatisticsSpec:
+        patterns = {layer.name: [pattern_of(self.selection, layer)] for layer in self.selection.layers}
+        return self.kind.of(self.selection, patterns, self.samples)
+
+    def all_token_experts(self, layer: PrunableLayer) -> int:
+        """The number of experts that get all tokens, if the router sends the same number of tokens to each."""
+        top_k = self.footprint.top_k.get(layer.name)
+        if top_k is None or self.selection.config.under_calibrated_experts != "all":
+            return 0
+        tokens = self.samples * (self.tokens or 0) * top_k // len(layer.parameter)
+        return layer.groups if is_under_calibrated(tokens, layer.shape[1]) else 0
+
+    def logits_bytes(self) -> int:
+        """A batch's logits with their gradient, and three float32 copies of one sample's."""
+        sample = (self.tokens or 0) * self.vocabulary
+        return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
+
+    @cached_property
+    def retained(self) -> int:
+        """Host memory that the C library retains of the tensors that every batch allocates and frees."""
+        passes = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
+        logits = self.logits_bytes() if self.gradients else 0
+        return min(RETAINED_BYTES, max(*passes, logits)) if self.device.type == "cpu" else 0
+
+    def problem_size(self, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
+        """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
+        lam, pattern = self.selection.lam_of(layer), pattern_of(self.selection, layer)
+        return ProblemSize(
+            rows=rows or layer.shape[0] // (layer.groups if layer.separate else 1),
+            inputs=layer.shape[1],
+            samples=self.samples if lam < 1 else 0,
+            groups=1 if layer.separate else layer.groups,
+            column_block=self.selection.solver.column_block(layer.shape[1], pattern),
+            compressed=self.statistics.plan(layer).column_block is not None,
+            lam=lam,
+            sparsity=pattern.sparsity,
+            device=self.device,
+            threads=1 if is_gpu(self.device) else torch.get_num_threads(),
+        )
+
+    def solver_bytes(self, layer: PrunableLayer, rows: int) -> int:
+        """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
+        size, solver, pattern = self.problem_size(layer, rows), self.selection.solver, pattern_of(self.selection, layer)
+        weights = weight_bytes(layer) if layer.separate else 0
+        quantizing = 0 if pattern.grid is None else quantization_bytes(size)
+        losses = objective_bytes(size, solver.objective.diagonal_only)
+        return max(solver.workspace(size, pattern), quantizing, losses) + weights
+
+
+CPU = torch.device("cpu")
+
+
+def build_spec(
+    subject: Subject,
+    selection: Selection,
+    batches: list[Batch],
+    forward: Forward | None,
+    resumes: bool,
+    machine: MachineMemory,
+    offloaded: OffloadedBlocks | None,
+) -> tuple[RunSpec, CalibrationData]:
+    """The run, and the data in its batches, with notes for the plan.
+
+    Raises `MoonshotError` for a run that cannot be planned, or not without the model's weights.
+    """
+    model, config, blocks = subject.model, selection.config, selection.structure.blocks
+    onloaded = model_device(model).type != "meta" and offloaded is None
+    if onloaded:
+        prepared = prepare(subject, selection, batches)
+        data = prepared.calibration
+    else:
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
+        data = with_room(load_calibration(batches, None, **options), selection, model)
+        if selection.needs_losses and any(layer.separate for layer in selection.layers):
+            data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
+    footprint, notes = _footprint(model, selection, data, forward, required=not onloaded)
+    if onloaded:
+        with frozen(model), all_onloaded(blocks):
+            tested = find_block_sequences(model, blocks, prepared.probe, selection.needs_gradients, subject.loss)
+        sequential, others = tuple(tested.sequential), tested.non_sequential
+    else:
+        sequential, others = _sequences(footprint, blocks)
+        hint = Text("without {} they can be pruned, and planned", "offload")
+        single = offloaded is None or (len(sequential) == 1 and not others)
+        require(single, "plan: the model's blocks are not sequential", hint=hint)
+    device, free = _free(model, machine, offloaded)
+    run = RunSpec(
+        selection=selection,
+        sequential=sequential,
+        non_sequential=others,
+        footprint=footprint,
+        sizes=tuple(map(batch_size, data.batches)),
+        tokens=data.sequence_length,
+        vocabulary=vocabulary_size(model),
+        storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
+        resumes=resumes,
+        gradients=selection.needs_gradients,
+        offloaded=offloaded,
+    )
+    return run, dataclasses.replace(data, notes=(*data.notes, *notes))
+
+
+def _footprint(
+    model: nn.Module, selection: Selection, data: CalibrationData, forward: Forward | None, required: bool
+) -> tuple[ModelFootprint, list[str]]:
+    """The footprint of the largest batch, with a note where it has the hidden states alone."""
+    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
+    trains = selection.config.recover is not None
+    try:
+        return model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward), []
+    except Exception as error:  # a model may read the value of any tensor
+        note = "activations are not in the figures, since the model cannot run on tensors without memory"
+        note = f"{note} ({reason(error)[:200]})"
+        if required:
+            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
+        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
+        hidden = batch_size(largest) * (data.sequence_length or 0) * width
+        return ModelFootprint({}, (), hidden, 0), [note]
+
+
+def _sequences(
+    footprint: ModelFootprint, blocks: Sequence[Block]
+) -> tuple[tuple[BlockSequence, ...], tuple[Block, ...]]:
+    """The sequential blocks, and the others with layers to prune, as far as shapes can show."""
+    calls = Counter(name for names in footprint.sequences for name in names)
+    once = {block.name: block for block in blocks if calls[block.name] == 1}
+    sequences = [tuple(once[name] for name in names if name in once) for names in footprint.sequences]
+    pruned = tuple(BlockSequence(each, None) for each in sequences if any(block.layers for block in each))
+    return pruned, tuple(block for block in blocks if calls[block.name] > 1 and block.layers)
+
+
+def _free(
+    model: nn.Module, machine: MachineMemory, offloaded: OffloadedBlocks | None
+) -> tuple[torch.device, dict[torch.device, int]]:
+    """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
+    device = model_device(model)
+    meta = device.type == "meta"
+    if meta:
+        device = CPU if machine.device is None else torch.device("cuda")
+    resident = module_bytes(model) - (offloaded.total if offloaded else 0)
+    free = free_memory(CPU if meta else device)
+    host = free[CPU] if machine.host is None else machine.host
+    on_device = free.get(device, 0) if machine.device is None else machine.device - resident
+    if device.type == "cpu":
+        if machine.device is None:
+            on_device = host - resident if meta else host
+        return device, {device: max(0, on_device)}
+    if meta and offloaded is not None and offloaded.place == "cpu":
+        host -= offloaded.total
+    return device, {device: max(0, on_device), CPU: max(0, host)}
