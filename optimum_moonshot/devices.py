@@ -28,7 +28,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def trim_host_memory() -> None:
-    """Return the memory of freed tensors to the system, else the next phase is charged with it.
+    """Return the memory of freed tensors to the system, so that it is not counted against the next phase.
 
     glibc keeps freed memory below any live allocation, such as packed weights or calibration caches.
     """

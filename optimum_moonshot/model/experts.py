@@ -33,24 +33,20 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return {}
-    counts, parameters = _counts(module), module._parameters.items()
+    counts = {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
     return {
         key: weight
-        for key, weight in parameters
+        for key, weight in module._parameters.items()
         if weight is not None and weight.ndim == 3 and min(weight.shape[1:]) > 1 and len(weight) in counts
     }
 
 
 def stacks_experts(module: nn.Module) -> bool:
     """Whether a module has matrices [experts · out, in] that stack experts along the rows, which is unsupported."""
-    most = max(_counts(module), default=0)
+    counts = (value for name, value in vars(module).items() if "expert" in name and type(value) is int)
+    most = max(counts, default=0)
     weights = [weight for weight in module._parameters.values() if weight is not None and weight.ndim == 2]
     return most > 1 and any(len(weight) > most and len(weight) % most == 0 for weight in weights)
-
-
-def _counts(module: nn.Module) -> set[int]:
-    """The values of a module's integer attributes with `expert` in their names."""
-    return {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
 
 
 @contextmanager

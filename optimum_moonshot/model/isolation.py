@@ -71,24 +71,22 @@ def use_differentiable_attention(model: nn.Module, undo: ExitStack) -> tuple[str
 
 
 def _leave_out_wrappers(model: nn.Module, stack: ExitStack) -> None:
-    """Let the modules of a model call their own forward, until the stack is closed."""
+    """Let the modules of a model call their forward without mixed precision and compilation, until the stack closes.
+
+    A hook of accelerate around a forward stays.
+    """
     for module in model.modules():
         for attribute in ("forward", CALL):
-            wrapped = vars(module).get(attribute)
-            original = _unwrapped(wrapped, module)
-            if original is not wrapped:
-                replace_call(module, original, stack, attribute)
-
-
-def _unwrapped(call: Any, module: nn.Module) -> Any:
-    """A call without the wrappers of mixed precision and compilation; a hook of accelerate around it stays."""
-    bound, inner = False, call
-    while True:
-        bound = bound or isinstance(inner, MethodType)
-        function = getattr(inner, "__func__", inner)
-        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-        if not home.startswith(_WRAPPERS) or not hasattr(function, "__wrapped__"):
-            break
-        inner = function.__wrapped__
-    unbound = bound and not isinstance(inner, MethodType) and hasattr(type(inner), "__get__")
-    return MethodType(inner, module) if unbound and inner is not call else inner
+            call: Any = vars(module).get(attribute)
+            bound, inner = False, call
+            while True:
+                bound = bound or isinstance(inner, MethodType)
+                function = getattr(inner, "__func__", inner)
+                home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+                if not home.startswith(_WRAPPERS) or not hasattr(function, "__wrapped__"):
+                    break
+                inner = function.__wrapped__
+            if inner is call:
+                continue
+            unbound = bound and not isinstance(inner, MethodType) and hasattr(type(inner), "__get__")
+            replace_call(module, MethodType(inner, module) if unbound else inner, stack, attribute)

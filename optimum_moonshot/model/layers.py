@@ -333,21 +333,18 @@ def _routers(model: nn.Module) -> set[nn.Module]:
     """The layers that route tokens to experts: each is the only layer of a sibling of E experts, with E outputs."""
     routers = set()
     for module in model.modules():
-        counts = {_experts(child) for child in module.children()} - {0}
+        counts = set[int]()  # of experts: alike blocks of a list, or slices of fused parameters [experts, …, …]
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                if len({type(element) for element in child}) == 1 and all(map(_is_block, child)):
+                    counts.add(len(child))
+            elif not isinstance(child, nn.Conv1d | nn.ConvTranspose1d):
+                fused = {len(parameter) for parameter in child.parameters(recurse=False) if parameter.ndim == 3}
+                counts |= fused if len(fused) == 1 else set()
+        counts -= {0, 1}
         for child in module.children() if counts else ():
             layers = [layer for layer in map(find_layer, child.modules()) if layer is not None]
             computed = any(layer.module._parameters.get(WEIGHT) is None for layer in layers)
             if len(layers) == 1 and not computed and layers[0].shape[0] in counts:
                 routers.add(layers[0].module)
     return routers
-
-
-def _experts(module: nn.Module) -> int:
-    """The number of experts in a module, a list or fused parameters [experts, …, …]; 0 if it has none."""
-    if isinstance(module, nn.ModuleList):
-        alike = len({type(element) for element in module}) == 1 and all(map(_is_block, module))
-        return len(module) if alike and len(module) > 1 else 0
-    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-        return 0
-    counts = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.ndim == 3}
-    return counts.pop() if len(counts) == 1 and counts != {1} else 0

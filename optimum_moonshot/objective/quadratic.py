@@ -207,7 +207,7 @@ class DiagonalQuadratic:
     samples: int
     scales: Scales
     losses_at_zero: tuple[float, float | None]
-    alive: Tensor | None = None  # as of a `Quadratic`
+    alive: Tensor | None = None  # bool [d_out, d_in], True for the weights that may be nonzero; None: all
 
     diagonal_only: ClassVar[bool] = True
 

@@ -93,9 +93,8 @@ class SparseGPT(Solver):
                 factors = LowRankFactors(objective, factor, rows, widths)
             else:
                 factors = SharedFactor(factor)
-            part = rounding and rounding.part(rows)
-            may_survive = None if alive is None else alive[rows]
-            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, part, dead, may_survive)
+            rounding_here, alive_here = rounding and rounding.part(rows), None if alive is None else alive[rows]
+            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, rounding_here, dead, alive_here)
         if rounding is not None:
             weight = quantize(objective, weight, keep, rounding.grid, rounding.scale).float()
         return weight, keep

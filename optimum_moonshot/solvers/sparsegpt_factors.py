@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.fisher import Fisher
 from ..objective.linalg import check_factored, inverse_factor, parallel_map
 from ..objective.patterns import NM, Pattern
 from ..objective.quadratic import Quadratic
@@ -139,32 +138,30 @@ class LowRankFactors:
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
         fisher, device = objective.fisher_term.part(rows), factor.device
         samples = fisher.max_rank
-        # Most products with U have float32 results, and need no more than its float32 copy.
+        # Most products with U have float32 results, for which its float32 copy suffices.
         self.factor, self.single, self.widths = factor, factor.float(), widths
         self.whitened = torch.empty(fisher.count, fisher.size, samples, device=device)  # Z
         self.spread = torch.zeros(fisher.count, 1, samples, dtype=torch.float64, device=device)  # s
         # Checked once, at the end: a check per block would synchronise with the GPU each time.
         self.failed = torch.zeros(fisher.count, dtype=torch.int32, device=device)
-        self._whiten(objective, fisher)
-        self.parts = _slices(objective, slice(0, fisher.count), 8 * samples * (samples + widths.compared))
+        # Z = √b·U·A_k by column ranges: U is triangular, so each range skips the inputs on its left.
+        cuts, scale = split_range(0, fisher.size, widths.compared), objective.scales.b**0.5
+        ranges = [(scale * factor[columns, columns.start :]).float() for columns in cuts]
+
+        def whiten(rows: slice) -> None:
+            vectors = fisher.factors(rows, device, torch.float32).flatten(0, 1)
+            for columns, upper in zip(cuts, ranges, strict=True):
+                product = upper @ vectors[:, columns.start :].mT
+                self.whitened[rows, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
+
+        all_rows = slice(0, fisher.count)
+        parallel_map(whiten, _slices(objective, all_rows, 4 * samples * fisher.size), device)
+        ranges.clear()  # half of U, freed before the states are allocated
+        self.parts = _slices(objective, all_rows, 8 * samples * (samples + widths.compared))
         self.states = parallel_map(self._invert, self.parts, device)  # P
         # R and Q of one comparison group, reused by all.
         self.uppers = [state.new_empty(len(state), widths.compared, widths.block) for state in self.states]
         self.carries = [state.new_empty(len(state), widths.compared, samples) for state in self.states]
-
-    def _whiten(self, objective: Quadratic, fisher: Fisher) -> None:
-        """Compute Z = √b·U·A_k by column ranges: U is triangular, so each range skips the inputs on its left."""
-        (count, d_in, samples), scale = self.whitened.shape, objective.scales.b**0.5
-        cuts = split_range(0, d_in, self.widths.compared)
-        uppers = [(scale * self.factor[columns, columns.start :]).float() for columns in cuts]
-
-        def whiten(part: slice) -> None:
-            tail = fisher.factors(part, self.factor.device, torch.float32).flatten(0, 1)
-            for columns, upper in zip(cuts, uppers, strict=True):
-                product = upper @ tail[:, columns.start :].mT
-                self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
-
-        parallel_map(whiten, _slices(objective, slice(0, count), 4 * samples * d_in), self.factor.device)
 
     def _invert(self, part: slice) -> Tensor:
         """P = (I + ZᵀZ)⁻¹ of a slice of rows, in the precision that its condition number requires."""
