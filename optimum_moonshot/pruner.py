@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .checkpoint.in_memory import to_runtime
-from .checkpoint.origin import source_of, take_over
+from .checkpoint.origin import find_origin, source_of
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.saving import publish_model, save_model
 from .checkpoint.side_files import SideFiles
@@ -70,7 +70,7 @@ class MoonshotPruner:
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = uncompiled(model), config, tokenizer, processor
-        self._origin, self._side_files = take_over(self.model), SideFiles(source_of(self.model))
+        self._origin, self._side_files = find_origin(self.model), SideFiles(source_of(self.model))
         # A model that was pruned while it was loaded has its report.
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
         self.rotation: RotationReport | None = None  # of `rotate`

@@ -1,8 +1,8 @@
 """Sparsities of decoder layers by outliers (OWL) or by spectra (AlphaPruning).
 
 OWL (Yin et al., arXiv 2310.05175) prunes decoder layers less if they have many outliers among |W|·‖x‖₂, AlphaPruning
-(Lu et al., arXiv 2410.10912) if their singular values have a heavy tail. All matrices of a decoder layer get the same
-sparsity, up to one weight; a layer outside of decoder layers is scored alone.
+(Lu et al., arXiv 2410.10912) if their singular values have a heavy tail. All matrices of a decoder layer have the same
+sparsity, up to one weight; other layers are scored alone.
 
 Exactly ``round(sparsity · total)`` of all weights are removed for any scores. The sparsities of the blocks are shifted
 (OWL) or scaled (AlphaPruning) until their clipped values have the target mean over the weights, then the counts of the
@@ -77,7 +77,7 @@ def block_scores(
     input_squares: dict[str, Tensor],
     progress: bool = False,
 ) -> list[float]:
-    """The score of every block of the dense model by OWL or AlphaPruning, whatever the sparsity.
+    """The score of every block of the dense model by OWL or AlphaPruning, for any sparsity.
 
     `input_squares` has Σ x² of each layer's inputs [d_in], for OWL.
 
@@ -194,7 +194,7 @@ def _distances(logs: Tensor, starts: Tensor, exponents: Tensor) -> Tensor:
 def owl_sparsities(scores: list[float], sizes: list[int], sparsity: float, spread: float) -> list[float]:
     """Sparsities of blocks by `outlier_share`: linear, over a range of 2·`spread` (λ_OWL), lower for more outliers.
 
-    `sizes` are the weights of each block, over all of which `sparsity` is the mean.
+    `sizes` are the weights of each block; `sparsity` is the mean over all weights.
     """
     targets = [sparsity - 2 * spread * value for value in _unit(scores)]
     return _at_mean(lambda shift: [value + shift for value in targets], -1 - spread, 1 + 2 * spread, sizes, sparsity)

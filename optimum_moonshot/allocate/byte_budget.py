@@ -20,7 +20,7 @@ from ..objective.loss_allocation import LossCurve, divide_bytes
 from ..objective.patterns import Pattern, Unstructured
 from ..pipeline.variant import Variant
 
-# Sparsities of the choices; below 0.3 a bitmask takes more bytes than it saves.
+# Sparsities of the choices; below 0.3 a bitmask needs more bytes than it saves.
 SPARSITIES = (0.0, *(step / 40 for step in range(12, 39)))
 HEADER_BYTES = 512  # of a tensor in a file: its name, shape and offsets
 TENSORS = 3  # of a packed matrix
@@ -89,7 +89,7 @@ def byte_patterns(variant: Variant, model: nn.Module) -> tuple[dict[str, Pattern
 
 
 def _choices(config: MoonshotConfig, curve: LossCurve) -> dict[Choice, float]:
-    """The loss of each combination, at sparsities no lower than the fraction of weights that every mask removes."""
+    """The loss of each combination, at sparsities from the fraction of weights that every mask removes."""
     choices: dict[Choice, float] = {}
     sparsities = sorted({max(sparsity, curve.dead) for sparsity in SPARSITIES})
     if config.bits is None:
@@ -104,17 +104,17 @@ def _choices(config: MoonshotConfig, curve: LossCurve) -> dict[Choice, float]:
 def _budget(
     config: MoonshotConfig, layers: Mapping[str, PrunableLayer], model: nn.Module, least: float, weights: int
 ) -> float:
-    """Bytes for the layers, which have `weights` in all and need at `least` so many bytes."""
+    """The budget of bytes for layers with this number of `weights`, which need at `least` so many bytes."""
     if config.bits_per_weight is not None:
         budget = config.bits_per_weight * weights / 8
         bits = math.ceil(8000 * least / max(1, weights)) / 1000
-        message, field, value = f"the smallest choices take {bits:g} bits per weight", "bits_per_weight", bits
+        message, field, value = f"the smallest choices need {bits:g} bits per weight", "bits_per_weight", bits
     else:
         others, target = other_parameters(model, layers.values()), config.target_bytes_number
         assert target is not None
         fixed = sum(parameter.nbytes for parameter in others) + HEADER_BYTES * (TENSORS * len(layers) + len(others))
         budget, value = target - fixed, math.ceil(least + fixed)
-        message = f"the smallest choices take {value:,} bytes, {fixed:,} of them for other parameters and headers"
+        message = f"the smallest choices need {value:,} bytes, {fixed:,} of them for other parameters and headers"
         field = "target_bytes"
     require(least <= budget, message, field=field, value=getattr(config, field), hint=f"give at least {value}")
     return budget

@@ -86,13 +86,13 @@ def _expert_curves(
 ) -> LossCurve:
     """The curve of a layer of experts [E, d_out, d_in], with the curve of each; `alive` is False where weights are 0.
 
-    An under-calibrated expert gets the mean curve of the other experts, and so no extreme sparsity.
+    An under-calibrated expert has the mean curve of the other experts, and so no extreme sparsity.
     """
     size, points = weights[0].numel(), _points(patterns)
     measured: list[tuple[LossCurve | None, bool]] = []  # with whether the expert is under-calibrated
     for index, expert in enumerate(statistics.groups(len(weights))):
         if expert is None:
-            continue  # another process solves it
+            continue  # in another process
         mask = None if alive is None else alive[index]
         curve = (
             None if expert.gradients is None else matrix_curve(solver, weights[index], expert, patterns, grids, mask)
@@ -178,7 +178,7 @@ def _points(patterns: Sequence[Pattern]) -> tuple[float, ...]:
 
 
 class SampledRows(StatisticsSpec):
-    """G of every layer and the gradients of `sampled_rows`, whatever the solver; only experts are sliced."""
+    """G of every layer and the gradients of `sampled_rows`, for any solver; only experts are sliced."""
 
     diagonal = False
 

@@ -39,7 +39,7 @@ from .block_scores import allocate, block_scores, exact_patterns, input_squares
 from .byte_budget import allocated_bits, byte_patterns
 from .loss_curves import SampledRows, loss_curve, sampled_count, trial_patterns
 
-ONE_N = "the experts of a layer have one n, since config.json says one pattern of a layer"
+ONE_N = "the experts of a layer have one n, since config.json has one pattern for a layer"
 
 
 def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
@@ -60,7 +60,7 @@ def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
     reached = squares if squares else {layer.name for layer in selection.layers}
 
     def groups() -> Iterator[tuple[PrunableLayer, ...]]:
-        """Layers with the same sparsity that the data reach; they are onloaded until the next ones are requested."""
+        """Layers with the same sparsity that the data reaches, onloaded until the next ones are requested."""
         for block in selection.structure.blocks:
             layers = tuple(layer for layer in block.layers if layer.name in reached)
             if layers:
@@ -76,7 +76,7 @@ def allocate_sparsity(prepared: Prepared, variants: Sequence[Variant]) -> None:
 
 
 class CurveMeasurement(Task):
-    """Measures the curve of every layer of a dense, frozen model for the variants that lack it."""
+    """Measures the curve of every layer of a dense, frozen model for the variants without it."""
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
         selection, data = prepared.selection, prepared.calibration
@@ -120,7 +120,7 @@ class CurveMeasurement(Task):
 
 
 def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
-    """Measure the missing curves of the variants, of all layers that the data reach; the model is dense and frozen."""
+    """Measure the missing curves of the variants for all layers that the data reaches, in a dense, frozen model."""
     started, selection, data = time.perf_counter(), prepared.selection, prepared.calibration
     data = data.spread(sampled_count(data.num_samples))
     sampled = dataclasses.replace(prepared, selection=selection.of_the_dense_model(lam=0.0), data=data)

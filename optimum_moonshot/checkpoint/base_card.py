@@ -1,4 +1,4 @@
-"""Read the model card of the dense model, even a damaged one, and escape its texts and others' inside Markdown."""
+"""Read the model card of the dense model, even a damaged one, and escape any text inside Markdown."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ class Base:
     text: str = ""  # of its card
 
     def fields(self, task: str | None) -> dict[str, Any]:
-        """The fields of its card for that of a model made from it, without tags; `task` where it names none."""
+        """The fields of its card for the card of a derived model, without tags; `task` if the card names none."""
         copied = {name: self.data[name] for name in (*_TEXTS, *_TEXTS_OR_LISTS) if name in self.data}
         return {**copied, "pipeline_tag": copied.get("pipeline_tag", task)}
 
@@ -57,7 +57,7 @@ def find_base(name_or_path: str) -> Base:
     """The dense model that was pruned, from the name or path that it was loaded from.
 
     A folder has no name on the Hub, unless a card of this package names it. A card that cannot be read is ignored with
-    a warning, so that saving a model depends neither on the network nor on others' cards.
+    a warning, so that saving a model depends neither on the network nor on foreign cards.
     """
     folder = os.path.isdir(name_or_path)
     name = None if folder else _repository(name_or_path)
@@ -92,7 +92,7 @@ def split(name: str | None, card: ModelCard) -> Base:
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("solver", "pattern")):
         if "moonshot" in data:
             # Not %r: YAML's aliases may make it larger than any memory.
-            message = "the card's entry moonshot=%.60s is not of this package: it is kept as another's card"
+            message = "the card's entry moonshot=%.60s is not of this package: the card is kept as a foreign one"
             _log.warning(message, short(entry))
         # Fields of the dense model alone, such as its evaluations, training data and terms.
         rest = {key: value for key, value in data.items() if key not in {*copied, *_REPLACED}}

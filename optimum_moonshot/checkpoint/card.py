@@ -48,7 +48,8 @@ def bytes_on_disk(model: nn.Module) -> tuple[int, int]:
     """Bytes of a pruned model's weights on disk, dense and packed."""
     state = model.state_dict()
     dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
-    unique = {model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()}  # tied: once
+    # Tied weights count once.
+    unique = {model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()}
     layers = dict(unique.values())
     saved = 0
     for visit, names in by_visit(model, layers):
@@ -88,14 +89,14 @@ class Facts:
 
     @classmethod
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
-        """From a pruned transformers model; `MoonshotError` if it is not pruned, or its record is damaged."""
+        """The facts of a pruned transformers model; `MoonshotError` if it is not pruned, or its record is damaged."""
         base = find_base(getattr(model, "name_or_path", ""))
         lam = PruningRecord.require_of(model).lam
         return cls(name, format, base, lam, *bytes_on_disk(model), type(model).__name__)
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
-        """From the card of a pruned model, for a new format, and a new name if given; None if the card is another's."""
+        """The facts in the card of a pruned model, for a new format, and maybe a new name; None for a foreign card."""
         try:
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
             entry = read_entry(card)
@@ -109,7 +110,7 @@ class Facts:
 
 
 def read_entry(card: ModelCard) -> Mapping[str, Any]:
-    """The entry `moonshot` of a card of this package; `MoonshotError` if it has none that is valid."""
+    """The entry `moonshot` of a card of this package; `MoonshotError` without a valid one."""
     entry = card.data.to_dict().get("moonshot")
     if not isinstance(entry, Mapping) or not isinstance(entry.get("pattern"), str):
         raise MoonshotError(f"moonshot={short(entry):.60}: not an entry of this package")

@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in the files, by name
 class _Weight(NamedTuple):
     """A weight in the files."""
 
-    module: str  # that it is loaded into; of single experts, the fused parameter
+    module: str  # the module that it is loaded into; for single experts, the fused parameter
     expert: bool
     d_in: int
     grid: Grid | None
@@ -117,7 +117,7 @@ class Export:
         }
 
     def _group(self, bits: int) -> dict[str, Any]:
-        """The scheme of all layers with these bits: of every linear layer if there are no others."""
+        """The scheme of all layers with these bits; it targets every linear layer if there are no others."""
         layers = [(name, module) for name, (module, grid) in self.packed.items() if grid.bits == bits]
         names = dict.fromkeys(name.removesuffix(_WEIGHT) for layer in layers for name in layer)
         weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None}
@@ -130,7 +130,7 @@ class Export:
 
 
 def _weights(model: nn.Module, shapes: Shapes, grids: Mapping[str, Grid]) -> dict[str, _Weight]:
-    """All weights of layers in the files, by name; those of embeddings are not."""
+    """All weights of layers in the files, by name, except those of embeddings."""
     names, merged, modules = parameter_names(model, shapes), merged_weights(model, shapes), dict(model.named_modules())
     experts = {f"{name}.{key}" for name, module in modules.items() for key in expert_parameters(module)}
     weights = {}
@@ -148,15 +148,15 @@ def _weights(model: nn.Module, shapes: Shapes, grids: Mapping[str, Grid]) -> dic
         ):
             reason = "its experts are not stored as linear layers"
         elif not expert and not isinstance(module, nn.Linear):
-            reason = f"it is no Linear: {type(module).__name__}"
+            reason = f"it is not a Linear: {type(module).__name__}"
         elif shape[1] % _SMALLEST:
-            reason = f"its {shape[1]} inputs are no multiple of {_SMALLEST}"
+            reason = f"its {shape[1]} inputs are not a multiple of {_SMALLEST}"
         weights[stored] = _Weight(layer, expert, shape[1], grids.get(parameter), reason)
     return weights
 
 
 def quantized_grids(model: nn.Module) -> dict[str, Grid]:
-    """The grid of every quantized parameter, by the model's record; `MoonshotError` if this format has none of them."""
+    """The grid of every quantized parameter, by the model's record; `MoonshotError` if this format supports none."""
     codecs = {name: layer.codec for name, layer in pruned_layers(model).items()}
     grids = {name: codec.grid(torch.float32) for name, codec in codecs.items() if isinstance(codec, Quantized)}
     require(bool(grids), "the model is not quantized", field="format", value=EXPORT, hint="prune it with bits=8 or 4")
@@ -176,7 +176,7 @@ def export_files(source: Path, target: Path, model: nn.Module) -> None:
         model: of the checkpoint, with its record; may be on the meta device.
 
     Raises:
-        MoonshotError: as `quantized_grids` and `Export.of`, or for a weight that is no longer on its grid.
+        MoonshotError: like `quantized_grids` and `Export.of`, or for a weight that is no longer on its grid.
     """
     grids, checkpoint = quantized_grids(model), Checkpoint(source)
     shapes = {name: shape for path in checkpoint.files for name, shape in read_header(path).shapes.items()}

@@ -20,7 +20,7 @@ from .weight_files import EXPORT, Checkpoint
 def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
     """Convert a pruned checkpoint to another format, with its other files, and update the card.
 
-    The weights are verified first, as by `load_pruned`. Links that leave the folder are not copied.
+    The weights are verified first, like in `load_pruned`. Links to files outside the folder are not copied.
 
     Args:
         source: folder of a checkpoint that this package pruned, or its name on the Hub.

@@ -1,6 +1,6 @@
 """The metadata that a folder declares about its weights, and the locations of the layers that it declares as pruned.
 
-The metadata is in config.json, the report of the run, and the model card; the locations follow from the model on the
+The metadata is in config.json, the report of the run, and the model card. The locations follow from the model on the
 meta device.
 """
 
@@ -150,8 +150,8 @@ class WeightLocations:
 
     def together(self, weights: list[str]) -> Iterator[tuple[tuple[str, ...], Conversion | None]]:
         """The stored weights, each alone or with those that transformers converts together with it."""
-        apart = {weight for conversion in self.converted for weight, _ in conversion.sources}
-        yield from (((weight,), None) for weight in weights if weight not in apart)
+        converted = {weight for conversion in self.converted for weight, _ in conversion.sources}
+        yield from (((weight,), None) for weight in weights if weight not in converted)
         for conversion in self.converted:
             yield tuple(weight for weight, _ in conversion.sources), conversion
 
@@ -160,7 +160,7 @@ class WeightLocations:
         return self.weights.get(weight) if conversion is None else self.parameters.get(conversion.target.weight)
 
     def loaded(self, contents: Mapping[str, Zeros], conversion: Conversion | None) -> dict[str, Zeros]:
-        """The weights of pruned layers that transformers makes of stored ones: zeros are moved like the weights.
+        """The weights of pruned layers that transformers makes of stored ones; zeros are moved like weights.
 
         Raises:
             MoonshotError: the stored weights have other shapes than config.json declares.
@@ -174,11 +174,11 @@ class WeightLocations:
             made = conversion.parameters(weights) if len(weights) == len(contents) else {}
         except Exception as error:  # of transformers' operations
             raise MoonshotError(f"transformers cannot convert it: {reason(error)}") from error
-        known, total = [size for size in sizes if size is not None], sum(mask.numel() for mask in masks.values())
+        stored_bytes, total = sum(size or 0 for size in sizes), sum(mask.numel() for mask in masks.values())
 
         def share(mask: Tensor) -> int | None:
-            """The bytes of a part of the stored weights."""
-            return round(sum(known) * mask.numel() / total) if len(known) == len(sizes) else None
+            """The bytes of one of the parameters."""
+            return None if None in sizes else round(stored_bytes * mask.numel() / total)
 
         return {
             self.parameters[name]: Zeros(mask, first.stored, made.get(name), share(mask))
@@ -206,7 +206,7 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
         report = declared.report
         names = () if report is None or report.compacted else tuple(report.layers)
         by_name = {weight: weight.removesuffix(".weight") for weight in weights}
-        note = f"the layers are known from the report alone: {reason(error)}"
+        note = f"the layers are those of the report: {reason(error)}"
         by_name = {weight: name for weight, name in by_name.items() if name in set(names)}
         return WeightLocations(names, by_name, notes=(note,))
     layers = _declared_layers(declared, model)
@@ -215,9 +215,9 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
     names_by_weight = {id(layer.module._parameters.get(layer.key)): name for name, layer in pruned.items()}
     parameters, stored = dict(model.named_parameters(remove_duplicate=False)), loaded_into(model, weights)
     converted = tuple(conversions(model, weights))
-    apart = {weight for conversion in converted for weight, _ in conversion.sources}
+    separate = {weight for conversion in converted for weight, _ in conversion.sources}
     owners = {name: names_by_weight.get(id(parameter)) for name, parameter in parameters.items()}
-    places = {weight: owners.get(stored.get(weight, "")) for weight in weights if weight not in apart}
+    places = {weight: owners.get(stored.get(weight, "")) for weight in weights if weight not in separate}
     # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.
     transposed = frozenset(name for name, layer in pruned.items() if layer.axes in ((1, 0), (2, 1)))
     return WeightLocations(

@@ -34,9 +34,9 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 class Request:
     """The choices of one `load_pruned`, which transformers' quantizer reads: no file can set them."""
 
-    runtime: str | None = None  # of `RUNTIMES`; None: that of plain `from_pretrained`
+    runtime: str | None = None  # one of `RUNTIMES`; None: that of plain `from_pretrained`
     verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
-    inputs: str | None = None  # one of `INPUTS`; likewise
+    inputs: str | None = None  # one of `INPUTS`; None: that of plain `from_pretrained`
 
 
 _REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039
@@ -109,8 +109,8 @@ def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: I
     missing, unknown = sorted(missing), sorted(unknown)
     others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
     first = layer_of((missing or [""])[0])
-    hint = "it would have random values: give a complete checkpoint"
-    require(not missing, f"{first}: no file holds it{others}", hint=hint)
+    hint = "its values would be random: give a complete checkpoint"
+    require(not missing, f"{first}: no file contains it{others}", hint=hint)
     require(not unknown, f"{layer_of((unknown or [''])[0])}: it is in the files and not in the model of config.json")
     other = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in mismatched)
     require(not other, f"{layer_of((other or [''])[0])}: its shape in the files is not the one of config.json")

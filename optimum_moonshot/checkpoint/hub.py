@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The name or folder of a checkpoint for `from_pretrained` of transformers, and its options.
 
-    A GGUF file, "model.gguf", "owner/repo/model.gguf", or "hf://owner/repo@revision/model.gguf", and one that the
-    options name, becomes a folder, to which it is downloaded, and `gguf_file`; its dtype is by default bfloat16.
+    A GGUF file ("model.gguf", "owner/repo/model.gguf", "hf://owner/repo@revision/model.gguf", or an option) becomes the
+    folder that it is downloaded to, and `gguf_file`; the default dtype is bfloat16.
 
     Raises:
         OSError: there is no such file.
@@ -43,8 +43,8 @@ def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any,
     name, options, file = os.fspath(name_or_path), dict(options), options.get("gguf_file")
     hub = _hub_name(name)
     if hub is not None:
-        name, revision, found = hub.groups()
-        file = file or found
+        name, revision, hub_file = hub.groups()
+        file = file or hub_file
         options |= {} if revision is None else {"revision": revision}
     elif file is None and name.endswith(".gguf"):
         name, file = os.path.split(os.path.abspath(name))
@@ -58,7 +58,7 @@ def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any,
 
 
 def repository(name_or_path: Any) -> str:
-    """The repository of a file on the Hub; any other name as it is."""
+    """The repository of a file on the Hub; any other name unchanged."""
     hub = _hub_name(os.fspath(name_or_path))
     return os.fspath(name_or_path) if hub is None else hub[1]
 
@@ -86,14 +86,14 @@ def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hu
 
 
 def refuse_adapter(name_or_path: str | os.PathLike[str], folder: str | os.PathLike[str], **hub: Any) -> None:
-    """Raise `MoonshotError` if a folder (or repository, with `HUB_OPTIONS`) without a model holds a PEFT adapter.
+    """Raise `MoonshotError` if a folder (or repository, with `HUB_OPTIONS`) without a model contains a PEFT adapter.
 
     `name_or_path` is the user's name for it.
     """
     try:
         file = find_adapter_config_file(os.fspath(folder), **hub)
         base = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except Exception:  # the message of whoever looked for a model is better
+    except Exception:  # the caller's error, of the missing model, says more
         return
     if file is not None:
         message = f"{name_or_path} is a PEFT adapter of {base}, not a model"
@@ -112,14 +112,14 @@ def download_others(
 ) -> Path | None:
     """The folder in the cache of a repository that a model was loaded from, with `HUB_OPTIONS`; None if there is none.
 
-    The files of the loaded commit and subfolder of which `wanted(path, bytes)` is true, by their paths in it, are
-    downloaded. If they cannot be, those in the cache have to do, with a log message, so that saving a model does not
-    depend on the network.
+    The files of the loaded commit and subfolder for which `wanted(path, bytes)` is true, with paths in the subfolder,
+    are downloaded. If that fails, a log message says that only the cached ones are used, so that saving a model does
+    not depend on the network.
     """
     top = f"{subfolder.strip('/')}/" if subfolder else ""
     try:
         cached = try_to_load_from_cache(name, f"{top}config.json", cache_dir=cache_dir, revision=revision)
-    except HFValidationError:  # a folder that is gone
+    except HFValidationError:  # a folder that no longer exists
         return None
     if not isinstance(cached, str):
         return None
@@ -147,7 +147,7 @@ def open_repository(
         info = api.model_info(full)
         files = [file.rfilename for file in info.siblings or () if file.rfilename != ".gitattributes"]
         if files and not exist_ok:
-            message = f"push_to_hub: {full} exists and holds {len(files)} files, such as {files[0]}"
+            message = f"push_to_hub: {full} exists and contains {len(files)} files, such as {files[0]}"
             hint = Text("{} adds a commit that replaces its weights", Option("exist_ok", True))
             raise MoonshotError(message, hint=hint)
         if private is not None and info.private != private:
@@ -191,7 +191,7 @@ def _explained(repo_id: str) -> Iterator[None]:
         raise MoonshotError(f"push_to_hub: the Hub answered {status} for {repo_id}: {answer}") from error
     except (HTTPError, OSError) as error:
         raise MoonshotError(
-            f"push_to_hub: the connection to {constants.ENDPOINT} broke ({error or type(error).__name__}); nothing was "
-            f"published in {repo_id}",
+            f"push_to_hub: the connection to {constants.ENDPOINT} failed ({error or type(error).__name__}); nothing "
+            f"was published in {repo_id}",
             hint="try again",
         ) from error

@@ -74,13 +74,13 @@ def set_runtime(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
 
 
 class PackedQuantizer(HfQuantizer):
-    """The `hf_quantizer` of a model with packed layers; its weights are constant, adapters beside them can be trained.
+    """The `hf_quantizer` of a model with packed layers; the weights are constant, adapters beside them can be trained.
 
     Without adapters, a Trainer refuses the model.
     """
 
     def attach(self, model: Any) -> None:
-        """Attach to a model, as transformers does in `from_pretrained`."""
+        """Attach the quantizer to a model, like `from_pretrained` of transformers."""
         model.hf_quantizer, model.quantization_method = self, self.quantization_config.quant_method
         model.config.quantization_config = self.quantization_config
 
@@ -103,7 +103,7 @@ class PackedQuantizer(HfQuantizer):
 
 
 def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Replaces `num_parameters` of a model with packed layers: packed weights are buffers."""
+    """Replaces `num_parameters` of a model with packed layers, whose packed weights are buffers."""
     parameters: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
     packed = (matrix for module in _packed_layers(model).values() for matrix in module.packed.values())
     return parameters + (0 if only_trainable else sum(prod(matrix.shape) for matrix in packed))
@@ -137,9 +137,9 @@ def packing_verdict(
     device: torch.device,
     inputs: str,
 ) -> Verdict:
-    """Whether a weight that can be packed is packed: always, or for "auto" if one row of inputs takes less time so.
+    """Whether to pack a weight that can be packed: always, or for "auto" if it makes the product of one row faster.
 
-    `packed_bytes`, `dtype` and `device` are those of the weight of the module in memory.
+    `packed_bytes`, `dtype` and `device` describe the weight of the module in memory.
     """
     if runtime == "packed":
         return Verdict(True, "requested")
@@ -158,7 +158,7 @@ def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dens
     """Log the choices of "auto" and their reasons in one line.
 
     `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are those of the packed weights and of
-    the same weights, dense.
+    the same weights when dense.
     """
     if runtime != "auto":
         return
@@ -205,7 +205,7 @@ def save_packed(
 
 
 def _refuse_save(module: nn.Module, *args: Any, **options: Any) -> None:
-    """Replaces `save_pretrained` of a part of a packed model, which no class could load again."""
+    """Replaces `save_pretrained` of a part of a packed model, which no class could load."""
     raise MoonshotError(
         f"save_pretrained: {type(module).__name__} is a part of a model that is packed in memory",
         hint='save the whole model, or call pruner.to_runtime("dense") first',
@@ -214,7 +214,7 @@ def _refuse_save(module: nn.Module, *args: Any, **options: Any) -> None:
 
 @contextmanager
 def to_save(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is dense: its packed layers count as offloaded, so that visits unpack them in turn."""
+    """A context in which the model is dense: packed layers count as offloaded, so that visits unpack them in turn."""
     packed, chosen = _packed_layers(model), getattr(model, "moonshot_runtime", {})
     sources = {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}
     try:
@@ -309,7 +309,7 @@ def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: st
     matrices = [single.as_matrix(tensor) for tensor in ([weight] if single is layer else weight)]
     packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
-        return f"{DENSE}packing makes it no smaller"
+        return f"{DENSE}packing does not make it smaller"
     verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, weight.device, inputs)
     if verdict.faster:
         packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
@@ -322,8 +322,8 @@ def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: st
 def register_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
     """Replace a weight of a module by packed tensors, perhaps empty ones, and release its dense tensor.
 
-    The module is a Linear, a Conv1D or one of experts, of which the weight is the stack of the matrices of all experts.
-    `inputs` is the dtype of the inputs of integer products, as for `load_pruned`.
+    The module is a Linear, a Conv1D, or a module of experts, whose weight is the stack of the matrices of all experts.
+    `inputs` is the dtype of the inputs of integer products; see `load_pruned`.
     """
     codec = layer.codec.with_inputs(inputs)
     path, _, key = name.rpartition(".")

@@ -22,7 +22,7 @@ from .quantization_config import RUNTIMES
 from .weight_files import EXPORT, Checkpoint
 from .weight_names import loaded_into
 
-# These would load unverified files, or return something else than a model.
+# These would load unverified files, or return something other than a model.
 _REFUSED = (
     "adapter_kwargs", "config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors",
     "variant",
@@ -40,11 +40,11 @@ def load_pruned(
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        runtime: "dense" unpacks the weights, which can be trained. "auto" is for inference: the layers that this device
-            multiplies faster packed while decoding remain packed in memory; a log message lists them with the reason.
+        runtime: "dense" unpacks the weights, which can be trained. "auto" is for inference: the layers whose packed
+            product is faster on this device while decoding remain packed; a log message lists them with the reason.
             "packed" keeps all possible layers packed. A dense checkpoint is packed after loading.
-        inputs: of products with weights of integer codes that stay packed. "int8" rounds them to 8 bits per row and
-            group of weights, where this processor multiplies integers; "float" never rounds them.
+        inputs: of products with packed weights of integer codes. "int8" rounds them to 8 bits per row and group of
+            weights, where this processor multiplies integers; "float" never rounds them.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Compare the weights of a model that is saved with what its run declares: training may have changed them since."""
+"""Compare the weights of a model to save with the report of its run: training may have changed them since."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +21,14 @@ from .packed_files import pruned_layers
 def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterator[PruneReport]:
     """The report, corrected for the current weights; inside the block, the model's configuration declares the same.
 
-    A layer that is no longer on its grid counts as not quantized, and one with fewer zeros than reported has its
+    A layer that is no longer on its grid counts as not quantized, and a layer with fewer zeros than reported has its
     current sparsity; a note names them. A layer that is no longer n:m is reported unchanged, so that `load_pruned`
-    refuses it. After a compaction, no zeros are declared.
+    raises an error. After a compaction, no zeros are declared.
 
     Args:
         model: a pruned `PreTrainedModel`.
         report: of its run.
-        grids: whether to compare with grids; packing does so itself, and refuses layers that are not on theirs.
+        grids: whether to compare with grids; packing does so itself, and raises an error for a layer off its grid.
     """
     before = PruningRecord.require_of(model)
     off, zeros = ([], {}) if report.compaction else _changed(model, report, grids)
@@ -37,12 +37,10 @@ def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterat
         return
     layers = [replace(layer, sparsity=zeros.get(layer.name, layer.sparsity)) for layer in report.layers]
     layers = [replace(layer, bits=None, packed_bytes=None) if layer.name in off else layer for layer in layers]
-    changed = {"have left their grid and are not quantized": off, "have fewer zeros": list(zeros)}
-    notes = [
-        f"{len(names)} of {len(layers)} layers {what} since the run, such as {names[0]}"
-        for what, names in changed.items()
-        if names
-    ]
+    dense_values = "are no longer on their grid, so they are not quantized"
+    changes = {dense_values: off, "have fewer zeros than after the run": list(zeros)}
+    count = f"of {len(layers)} layers"
+    notes = [f"{len(names)} {count} {change}, such as {names[0]}" for change, names in changes.items() if names]
     measured = replace(report, layers=layers, notes=[*report.notes, *notes])
     bits = {layer.name: layer.bits for layer in layers if layer.bits is not None} if off else before.bits
     replace(before, sparsity=mean_over_weights(layers, "sparsity"), bits=bits).attach(model)

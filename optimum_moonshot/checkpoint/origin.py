@@ -50,14 +50,14 @@ class Origin:
 
     @property
     def notes(self) -> list[str]:
-        """For the report of a run."""
+        """The notes for the report of a run."""
         undone = f"the weights were dequantized ({self.dequantized}) while the model was loaded; it is saved without"
         return [f"{undone} quantization_config"] if self.dequantized else []
 
     def to_copy(
         self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None = None
     ) -> dict[Path, list[str]]:
-        """The unloaded weights to save with the model, by file; none if they do not fit it. The report notes which."""
+        """The unloaded weights to save with the model, by file; none if they do not fit it. The report lists them."""
         obstacle = self._obstacle(model, report, variant) if self.unloaded else ""
         entries = report.skipped if isinstance(report, PruneReport) else report.refused
         fate = f"not saved: {obstacle}" if obstacle else "saved as it was"
@@ -72,11 +72,11 @@ class Origin:
             return "the model is a part of the one in the checkpoint"
         rotation = report.rotation if isinstance(report, PruneReport) else report
         if rotation is not None and rotation.rotated:
-            return "it reads hidden states in the basis before the rotation"
+            return "it uses hidden states in the basis before the rotation"
         if _shapes(model) != self.shapes:
             return "it does not fit the smaller model"
         if variant:
-            return "a checkpoint with a variant has no place for it"
+            return "a checkpoint with a variant cannot contain it"
         try:
             for path, names in self.unloaded.items():
                 with StoredTensors([path]) as stored:
@@ -88,7 +88,7 @@ class Origin:
 
 
 def clear_prediction_layers(folder: Path) -> None:
-    """Declare in config.json, also in nested configurations, that there are no layers for multi-token prediction."""
+    """Declare in config.json and its nested configurations that there are no layers for multi-token prediction."""
 
     def cleared(values: dict[str, Any]) -> dict[str, Any]:
         zero = {name: 0 for name, value in values.items() if type(value) is int and _PREDICTION_LAYERS.search(name)}
@@ -98,7 +98,7 @@ def clear_prediction_layers(folder: Path) -> None:
     write_json(folder / "config.json", cleared(Checkpoint(folder).config))
 
 
-def take_over(model: nn.Module) -> Origin:
+def find_origin(model: nn.Module) -> Origin:
     """The origin of a model that was just loaded; a quantizer that dequantized its weights is detached from it.
 
     Raises:
@@ -124,14 +124,14 @@ def remember_source(model: nn.Module, source: Source) -> None:
 def source_of(model: nn.Module) -> Source:
     """Where a model was loaded from, by this package or by transformers; the name is "" or None if unknown."""
     commit = getattr(getattr(model, "config", None), "_commit_hash", None)
-    known: Source | None = vars(model).get(_SOURCE)
-    return known or Source(getattr(model, "name_or_path", ""), {"revision": commit})
+    remembered: Source | None = vars(model).get(_SOURCE)
+    return remembered or Source(getattr(model, "name_or_path", ""), {"revision": commit})
 
 
 def _detach_quantizer(model: PreTrainedModel) -> str:
     """Detach the quantizer that has dequantized the weights, and return its method; "" if there is none.
 
-    Its entries in the configuration go too, and its conversions, which would quantize the weights while saving.
+    Its entries in the configuration are removed too, and its conversions, which would quantize the weights in saving.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None:

@@ -92,7 +92,7 @@ class Packer:
     def __init__(self, model: nn.Module):
         self.model, self.layers = model, pruned_layers(model)
         self.packed = 0  # number of weights
-        self.kept_rows: dict[Any, bool] = {}  # pattern and shape of merged weights → `Target.keeps_rows`
+        self.keeps_rows: dict[Any, bool] = {}  # pattern and shape of merged weights → `Target.keeps_rows`
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Layers]:
         """Pack the pruned weights among the tensors of a file, in place, and return an entry for each."""
@@ -117,15 +117,15 @@ class Packer:
         if fused is None or tensor.ndim < 2:
             return None
         key = merged.pattern, tuple(tensor.shape)
-        if key not in self.kept_rows:
-            self.kept_rows[key] = merged.keeps_rows(self.model, tensor.shape)
+        if key not in self.keeps_rows:
+            self.keeps_rows[key] = merged.keeps_rows(self.model, tensor.shape)
         alone = replace(fused, shape=tuple(tensor.shape), stacked=fused.stacked and tensor.ndim == 3)
-        fits = self.kept_rows[key] and (alone.nm is None or alone.nm.fits(alone.matrix))
+        fits = self.keeps_rows[key] and (alone.nm is None or alone.nm.fits(alone.matrix))
         alone = alone if fits else replace(alone, pattern=Unstructured.kind)
-        # Groups of a grid are those of rows.
-        return (
-            alone if self.kept_rows[key] else replace(alone, format=PackedLayer.format, transposed=False, stacked=False)
-        )
+        if self.keeps_rows[key]:
+            return alone
+        # The groups of a grid consist of consecutive inputs of a row.
+        return replace(alone, format=PackedLayer.format, transposed=False, stacked=False)
 
     def check(self) -> None:
         """Raise `MoonshotError` if nothing was packed."""
@@ -145,7 +145,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
 
 
 def unpack_files(source: Path, target: Path) -> None:
-    """The inverse of `pack_files`, for files that passed `check_files`, into another folder."""
+    """Unpack files that passed `check_files` into another folder; the inverse of `pack_files`."""
 
     def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name, layer in layers.items():
@@ -218,9 +218,9 @@ class _Writer:
 
 
 def _write_config(source: Checkpoint, target: Path, entry: Mapping[str, Any] | None) -> None:
-    """Write config.json with a `quantization_config`; that of a packed checkpoint needs this package.
+    """Write config.json with a `quantization_config`.
 
-    Without it, transformers raises an error that names the package.
+    Without this package, transformers raises an error for a packed checkpoint that names the package.
     """
     config = {name: value for name, value in source.config.items() if name not in ("quantization_config", EXPLICIT)}
     if entry is not None:
@@ -275,7 +275,7 @@ def save_streamed(
 
 
 def shard_bytes(size: Any) -> int:
-    """`max_shard_size` as a number; `MoonshotError` for anything but a number of bytes, or text such as "5GB"."""
+    """`max_shard_size` as a number; `MoonshotError` unless it is a number of bytes or text such as "5GB"."""
     try:
         require(isinstance(size, int | str) and not isinstance(size, bool), "")
         return convert_file_size_to_int(size)
@@ -331,7 +331,7 @@ def check_reloads(model: PreTrainedModel, folder: Path) -> None:
         message = f"{cls.__name__}.from_pretrained could not load what would be saved: {type(error).__name__}"
         raise MoonshotError(f"{message}: {reason(error)}") from error
     hint = "if modules share it, declare that in the model's _tied_weights_keys"
-    _require_none(info["missing_keys"], "would be in no file, and random in a loaded model", hint)
+    _require_none(info["missing_keys"], "would be missing in the files, and random in a loaded model", hint)
     _require_none(info["unexpected_keys"], "would be in a file, and missing in a loaded model")
     _require_none(info["mismatched_keys"], "would have another shape than config.json says")
 
@@ -357,7 +357,7 @@ def _meta_tensors(folder: Path) -> Tensors:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """No progress bars and warnings of transformers inside the block."""
+    """A context without progress bars and warnings of transformers."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -119,9 +119,9 @@ def offload_map(config: Any, place: str, device: Any) -> dict[str, Any]:
 
 @contextmanager
 def offload_folder(folder: str | None) -> Iterator[Path]:
-    """A temporary folder in `folder`, created if missing, for the weights that differ from those in the files.
+    """A temporary folder in `folder`, created if missing, for weights such as fused experts that are not in the files.
 
-    Such as fused experts. None is the system's folder of temporary files.
+    None is the system's folder of temporary files.
     """
     directory = Path(folder or tempfile.gettempdir())
     with ExitStack() as stack:
@@ -160,7 +160,7 @@ def load_dense(
     """A model of the class that its configuration names, its tokenizer, and its image processor, each None without one.
 
     Raises:
-        MoonshotError: the checkpoint lacks weights of the model, is damaged or quantized.
+        MoonshotError: weights of the model are missing in the checkpoint, or it is damaged or quantized.
         OSError: there is no such model.
     """
     check_path("name_or_path", name_or_path)
@@ -169,7 +169,7 @@ def load_dense(
     given = options.get("config")
     valid = given is None or isinstance(given, PretrainedConfig | str | os.PathLike)
     require(valid, "give a configuration of transformers, or its folder", field="config", value=given)
-    asked, (name, options) = options, find_checkpoint(name_or_path, options)
+    original_options, (name, options) = options, find_checkpoint(name_or_path, options)
     shared = {key: options[key] for key in CHECKPOINT_OPTIONS if key in options}
     message, hint = "not for a GGUF file", "save its model with transformers, and give that folder"
     require(offload != "disk" or "gguf_file" not in shared, message, field="offload", value=offload, hint=hint)
@@ -177,7 +177,7 @@ def load_dense(
     check_complete(info["missing_keys"], (), info["mismatched_keys"])
     if "gguf_file" in shared:
         model.name_or_path = model.config.name_or_path = repository(name_or_path)
-    source, options = repository(name_or_path) if "gguf_file" in shared else name, {**asked, **options}
+    source, options = repository(name_or_path) if "gguf_file" in shared else name, {**original_options, **options}
     remember_source(model, Source(source, {key: options[key] for key in FILE_OPTIONS if key in options}))
     if given is not None:
         shared["config"] = model.config
@@ -211,7 +211,7 @@ def _load(
         return loaded
     except MoonshotError:
         raise
-    except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers
+    except Exception as error:  # a damaged file or a missing library can fail anywhere in transformers
         Checkpoint(Path(name_or_path, shared.get("subfolder", "")), packed=False).check_index()
         if isinstance(error, OSError):
             raise

@@ -24,9 +24,9 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     `model.config.quantization_config`.
 
     Args:
-        runtime: "dense", "packed" or "auto", as for `load_pruned`.
+        runtime: "dense", "packed" or "auto"; see `load_pruned`.
         dequantize: True for runtime="dense", as transformers names it in other configurations.
-        inputs: "int8" or "float", as for `load_pruned`.
+        inputs: "int8" or "float"; see `load_pruned`.
 
     Raises:
         MoonshotError: another runtime, other inputs, or `dequantize` with a runtime other than "dense".

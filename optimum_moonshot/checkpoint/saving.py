@@ -1,6 +1,6 @@
 """Save pruned and rotated models atomically, or publish them, with their report and model card.
 
-The first of several processes does so; the others wait.
+The first of several processes saves; the others wait.
 """
 
 import inspect
@@ -47,8 +47,8 @@ def save_model(
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
     memory; a model that is only rotated is dense. Weights that only the files of the model's `origin` contain are
-    copied. Report and configuration declare what the weights are now, with a note if training has changed them.
-    `options` are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is
+    copied. Report and configuration describe the current weights, with a note if training has changed them. `options`
+    are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is
     no longer n:m.
     """
     on_main_process(lambda: _save(model, processors, report, directory, format, None, origin, options))
@@ -199,8 +199,8 @@ def _check_saving(
 def record(folder: str | os.PathLike[str], pruned: "Measured", dense: "Measured | None" = None) -> bool:
     """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
 
-    Returns whether the card was changed: one that this package did not write is not. `MoonshotError` for a folder
-    without a report, or two results that were measured in different ways.
+    Returns whether the card was changed: a foreign card is not. `MoonshotError` for a folder without a report, or two
+    results that were measured in different ways.
     """
     check_path("folder", folder)
     folder = Path(folder)
@@ -218,5 +218,5 @@ def saved_report(folder: Path) -> PruneReport:
     """The report of a saved model; `MoonshotError` if there is none, or it is damaged."""
     exists = (folder / REPORT_NAME).is_file()
     hint = "give the folder of a model that this package pruned and saved"
-    require(exists, f"{folder} holds no {REPORT_NAME}", hint=hint)
+    require(exists, f"{folder} has no {REPORT_NAME}", hint=hint)
     return PruneReport.load(folder)

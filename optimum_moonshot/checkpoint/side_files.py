@@ -1,7 +1,7 @@
 """Copy the files of a model that are not its weights: pooling, feature extractors, licences, code, chat templates.
 
 A new folder then works wherever the source did. Weights in any format, folders of training runs, large files, special
-files and links that leave the folder are not copied; where a reader could miss one, a log message names it.
+files and links to files outside the folder are not copied; a log message names those that a user could miss.
 """
 
 import logging
@@ -22,7 +22,7 @@ from .hub import HUB_OPTIONS, download_others
 from .origin import Source
 from .weight_files import Checkpoint
 
-LARGEST = 2**27  # bytes of a file; the largest tokenizers take 35 MB, a sentence-transformers Dense layer up to 67
+LARGEST = 2**27  # bytes of a file; the largest tokenizers have 35 MB, a sentence-transformers Dense layer up to 67
 # Formats of other libraries: always the dense model. PyTorch's are weights of modules beside the model in sub-folders.
 _FOREIGN = re.compile(
     r"\.(gguf|ggml|llamafile|onnx(_data.*|\.data)?|h5|keras|msgpack|tflite|ot|mlmodel|ckpt|pdparams|nemo|engine|pte"
@@ -100,10 +100,10 @@ def _files(source: Path, target: Path, left_out: list[str]) -> Iterator[tuple[st
             if path.name.startswith(".") or _is_model(PurePosixPath(name)) or name in weights:
                 continue
             if path.is_symlink() and not _stays(Path(real), root):
-                left_out.append(f"{name} (a link that leaves the folder)")
+                left_out.append(f"{name} (a link to a file outside the folder)")
             elif path.is_dir():
                 if path.is_symlink() and real in followed:
-                    left_out.append(f"{name} (a link to a folder that another leads to)")
+                    left_out.append(f"{name} (another link to the same folder)")
                 elif not _is_run(path) and not (inside + os.sep).startswith(real + os.sep):
                     open_folders.append(path)
                     followed.update([real] if path.is_symlink() else [])

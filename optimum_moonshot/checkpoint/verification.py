@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from safetensors import SafetensorError
@@ -63,7 +63,7 @@ class Verification:
     """The result of `verify`. It is true if everything matches the declared metadata."""
 
     path: str
-    format: str  # "dense", "packed", or the method of another tool that quantized it
+    format: str  # "dense", "packed", or the method of another tool that has quantized it
     checksums: bool | None  # whether those of a packed checkpoint are right; a dense one has none
     layers: tuple[LayerFinding, ...]
     sparsity: float | None  # zeros among the weights of the pruned layers that can be read
@@ -79,7 +79,7 @@ class Verification:
         return not self.mismatches
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Convert the result to JSON types."""
         return {**dataclasses.asdict(self), "matches": bool(self)}
 
     def table(self, width: int = 120) -> str:
@@ -122,7 +122,7 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     """
     check_path("name_or_path", name_or_path)
     unknown = sorted(hub.keys() - set(HUB_OPTIONS))
-    supported = f"verify takes trust_remote_code, {', '.join(HUB_OPTIONS)}"
+    supported = f"the options of verify are trust_remote_code, {', '.join(HUB_OPTIONS)}"
     require(not unknown, supported, field=", ".join(unknown))
     checkpoint = Checkpoint(local_folder(name_or_path, whole=True, **hub))
     declared, damage = read_declared_metadata(checkpoint), _damage(checkpoint)
@@ -135,7 +135,8 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     with tensors:
         stored = StoredWeights(tensors)
         locations = locate_weights(checkpoint.folder, declared, stored.names(), trust_remote_code=trust_remote_code)
-        comparison = _compare(stored, locations, declared, other)
+        comparison = _Comparison(locations, declared)
+        comparison.read(stored, f", quantized by {other}," if other else "")
     mismatches = [*declared.damaged, *damage, *comparison.mismatches()]
     card = declared.declarations.get(CARD)
     if card is not None and card.format not in (None, format, other):
@@ -161,7 +162,7 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def _damage(checkpoint: Checkpoint) -> list[str]:
-    """The errors of the integrity checks of the files; raised if there are no files to check."""
+    """The errors of the integrity checks of the files; raises `MoonshotError` if there are no files."""
     errors, checks = [], [check_files, check_no_other_weights] if checkpoint.files else []
     for check in checks:
         try:
@@ -171,17 +172,77 @@ def _damage(checkpoint: Checkpoint) -> list[str]:
     return errors
 
 
-@dataclasses.dataclass(frozen=True)
 class _Comparison:
     """The weights in the files, and the metadata to compare them with."""
 
-    layers: tuple[LayerFinding, ...]
-    parameters: int | None  # all weights in the files; None where some cannot be read
-    zeros: int  # among them
-    bytes: int | None  # of them; None where another tool has quantized some
-    declared: DeclaredMetadata
-    patterns: Mapping[str, Mapping[str, NM]]  # source → layer → n:m
-    matches: Mapping[tuple[str, NM], bool]  # whether a layer has a pattern
+    def __init__(self, locations: WeightLocations, declared: DeclaredMetadata):
+        self.locations, self.declared, names = locations, declared, locations.layers
+        declarations = declared.declarations.items()
+        self.patterns = {source: _patterns(entry, declared, names) for source, entry in declarations}
+        self.grids = {} if declared.record is None else declared.record.layer_grids(names)
+        self.stored: dict[str, _StoredLayer] = {}
+        self.problems: dict[str, str] = {}  # layer → why it cannot be compared
+        self.matches: dict[tuple[str, NM], bool] = {}  # whether a layer has a pattern
+        self.parameters: int | None = 0  # all weights in the files; None where some cannot be read
+        self.zeros = 0  # among them
+        self.bytes: int | None = 0  # of them; None also where another tool has quantized some
+
+    def read(self, stored: StoredWeights, by: str) -> None:
+        """Read all weights, one in memory at a time; `by` names the tool that has quantized them, in messages."""
+        for weights, conversion in self.locations.together(stored.names()):
+            try:
+                contents = {weight: stored.zeros(weight) for weight in weights}
+                loaded = self.locations.loaded(contents, conversion)
+            except _UNREADABLE as error:
+                self.parameters = self.bytes = None
+                name = self.locations.layer_of(weights[0], conversion)
+                if name is not None:
+                    self.problems[name] = f"its weight{by} cannot be read: {reason(error)}"
+                continue
+            for content in contents.values():
+                self.parameters = _added(self.parameters, content.mask.numel())
+                self.zeros += int(content.mask.sum())
+                self.bytes = _added(self.bytes, content.bytes)
+            for name, content in loaded.items():
+                self._add(name, content)
+
+    def _add(self, name: str, content: Zeros) -> None:
+        """Compare the weight of a layer, or of one of its experts, with the declared patterns and grid."""
+        keep, grid = ~self.locations.as_matrix(name, content.mask), self.grids.get(name)
+        for pattern in {rules[name] for rules in self.patterns.values() if name in rules}:
+            self.matches[name, pattern] = self.matches.get((name, pattern), True) and follows(keep, pattern)
+        on_grid = None if grid is None else _is_on_grid(content, self.locations, name, grid)
+        shape = keep.shape[0], keep.shape[1]
+        layer = _StoredLayer(shape, content.stored, int(content.mask.sum()), content.bytes, on_grid)
+        previous = self.stored.setdefault(name, layer)
+        if previous.shape[1] != shape[1]:
+            self.problems.setdefault(name, f"its experts have {previous.shape[1]} and {shape[1]} inputs")
+        elif previous is not layer:
+            previous.append(layer)
+
+    @cached_property
+    def layers(self) -> tuple[LayerFinding, ...]:
+        """The findings of all pruned layers."""
+        return tuple(map(self._finding, self.locations.layers))
+
+    def _finding(self, name: str) -> LayerFinding:
+        report = None if self.declared.compacted else self.declared.report
+        problem = self.problems.get(name, "" if name in self.stored else "its weight is in no file")
+        values = {} if problem else self.stored[name].values()
+        expected = None if report is None else report.shapes.get(name)
+        if values and expected not in (None, values["shape"]):
+            problem = f"its shape is {list(values['shape'])}, the report says {list(expected or ())}"
+        grid = self.grids.get(name)
+        pattern = next((rules[name] for rules in self.patterns.values() if name in rules), None)
+        return LayerFinding(
+            name,
+            declared=None if report is None else report.layers.get(name),
+            pattern=None if pattern is None else str(pattern),
+            follows=None if pattern is None else self.matches.get((name, pattern)),
+            bits=None if grid is None else grid.bits,
+            problem=problem,
+            **values,
+        )
 
     @property
     def sparsity(self) -> float | None:
@@ -268,7 +329,7 @@ class _StoredLayer:
         """Add the weight of the next expert."""
         self.shape, self.stored = (self.shape[0] + expert.shape[0], self.shape[1]), expert.stored
         self.zeros += expert.zeros
-        self.bytes = None if self.bytes is None or expert.bytes is None else self.bytes + expert.bytes
+        self.bytes = _added(self.bytes, expert.bytes)
         self.on_grid = self.on_grid if self.on_grid is False else expert.on_grid
 
     def values(self) -> dict[str, Any]:
@@ -278,68 +339,9 @@ class _StoredLayer:
         return {**values, "sparsity": self.zeros / count, "bits_per_weight": None if bits is None else bits / count}
 
 
-def _compare(
-    stored: StoredWeights, locations: WeightLocations, declared: DeclaredMetadata, other: str | None
-) -> _Comparison:
-    """Read all weights once, one in memory at a time; `other` is the method of another tool."""
-    by = f", quantized by {other}," if other else ""
-    declarations = declared.declarations.values()
-    patterns = {declaration.source: _patterns(declaration, declared, locations.layers) for declaration in declarations}
-    grids = {} if declared.record is None else declared.record.layer_grids(locations.layers)
-    layers: dict[str, _StoredLayer] = {}
-    problems: dict[str, str] = {}
-    matches: dict[tuple[str, NM], bool] = {}
-    parameters, zeros, sizes, readable = 0, 0, list[int | None](), True
-
-    for weights, conversion in locations.together(stored.names()):
-        try:
-            contents = {weight: stored.zeros(weight) for weight in weights}
-            loaded = locations.loaded(contents, conversion)
-        except _UNREADABLE as error:
-            readable = False
-            name = locations.layer_of(weights[0], conversion)
-            if name is not None:
-                problems[name] = f"its weight{by} cannot be read: {reason(error)}"
-            continue
-        sizes += [content.bytes for content in contents.values()]
-        parameters += sum(content.mask.numel() for content in contents.values())
-        zeros += sum(int(content.mask.sum()) for content in contents.values())
-        for name, content in loaded.items():
-            keep = ~locations.as_matrix(name, content.mask)
-            for pattern in {rules[name] for rules in patterns.values() if name in rules}:
-                matches[name, pattern] = matches.get((name, pattern), True) and follows(keep, pattern)
-            grid, shape = grids.get(name), (keep.shape[0], keep.shape[1])
-            on_grid = None if grid is None else _is_on_grid(content, locations, name, grid)
-            layer = _StoredLayer(shape, content.stored, int(content.mask.sum()), content.bytes, on_grid)
-            before = layers.setdefault(name, layer)
-            if before.shape[1] != shape[1]:
-                problems.setdefault(name, f"its experts have {before.shape[1]} and {shape[1]} inputs")
-            elif before is not layer:
-                before.append(layer)
-
-    report, findings = None if declared.compacted else declared.report, []
-    for name in locations.layers:
-        problem = problems.get(name, "" if name in layers else "no file holds its weight")
-        values = {} if problem else layers[name].values()
-        expected = None if report is None else report.shapes.get(name)
-        if values and expected not in (None, values["shape"]):
-            problem = f"its shape is {list(values['shape'])}, the report says {list(expected or ())}"
-        grid = grids.get(name)
-        first = next((rules[name] for rules in patterns.values() if name in rules), None)  # file that declares one
-        findings.append(
-            LayerFinding(
-                name,
-                declared=None if report is None else report.layers.get(name),
-                pattern=None if first is None else str(first),
-                follows=None if first is None else matches.get((name, first)),
-                bits=None if grid is None else grid.bits,
-                problem=problem,
-                **values,
-            )
-        )
-    known = [size for size in sizes if size is not None]
-    size = sum(known) if readable and len(known) == len(sizes) else None
-    return _Comparison(tuple(findings), parameters if readable else None, zeros, size, declared, patterns, matches)
+def _added(total: int | None, number: int | None) -> int | None:
+    """The sum; None if one of the two is unknown."""
+    return None if total is None or number is None else total + number
 
 
 def _is_on_grid(content: Zeros, locations: WeightLocations, layer: str, grid: Grid) -> bool | None:

@@ -85,7 +85,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The content of config.json; `MoonshotError` if it is missing or damaged."""
         path = self.folder / "config.json"
-        require(path.is_file(), f"{self.folder} holds no config.json", hint="give the folder of a checkpoint")
+        require(path.is_file(), f"{self.folder} has no config.json", hint="give the folder of a checkpoint")
         return read_json(path)
 
     @property
@@ -137,7 +137,7 @@ class Checkpoint:
     def check_index(self) -> None:
         """Raise `MoonshotError` if the index is damaged, or names a file that is missing."""
         for name, file in self.weight_map.items():
-            require(os.path.isfile(self.folder / file), f"{self.folder}: {file} is missing, which holds {name}")
+            require(os.path.isfile(self.folder / file), f"{self.folder}: {file} with {name} is missing")
 
     @cached_property
     def files(self) -> list[Path]:
@@ -148,10 +148,10 @@ class Checkpoint:
             single = (folder / _SINGLE).is_file()
             if not listed and not single:
                 undeclared = "; its config.json has no quantization_config" if (folder / PACKED_INDEX).is_file() else ""
-                raise MoonshotError(f"{folder} holds no {_SINGLE} and no {_INDEX}{undeclared}")
+                raise MoonshotError(f"{folder} has neither {_SINGLE} nor {_INDEX}{undeclared}")
             if listed and single and listed != [_SINGLE]:
                 raise MoonshotError(
-                    f"{folder} holds {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers "
+                    f"{folder} has {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers "
                     "would load the first and ignore the others",
                     hint="remove the files that do not belong to the model",
                 )
@@ -169,7 +169,7 @@ class Checkpoint:
 
 
 def _is_inside(folder: Path, file: str) -> bool:
-    """Whether a path in an index stays in its folder; links to files are allowed, as in the Hub's cache."""
+    """Whether a path in an index is inside its folder; links to files are allowed, as in the Hub's cache."""
     windows = PureWindowsPath(file)
     if not windows.parts or windows.anchor or PurePosixPath(file).is_absolute() or ".." in windows.parts:
         return False
@@ -339,7 +339,7 @@ class Description:
 
 
 def described_layers(metadata: Mapping[str, str] | None) -> Layers:
-    """The packed layers that a file's metadata describes; none for a dense file. Raises as `Description.read`."""
+    """The packed layers that a file's metadata describes; none for a dense file. Raises like `Description.read`."""
     description = Description.read(metadata or {})
     return {} if description is None else description.layers
 

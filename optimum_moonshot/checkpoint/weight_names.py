@@ -49,7 +49,7 @@ class Target(NamedTuple):
     def row_order(
         self, shape: Sequence[int], config: Any, stored: Sequence[tuple[str | None, Sequence[int]]]
     ) -> Tensor | None:
-        """The number of the stored row that each row of the parameter is; None if its rows are others.
+        """The number of the stored row that each row of the parameter equals; None if it has other rows.
 
         The converter is applied to rows of four columns, 4r to 4r + 3 in row r: two would hide exchanged columns.
 
@@ -130,7 +130,7 @@ def _targets(model: nn.Module, stored: Iterable[str]) -> Iterator[tuple[str, Tar
 
 
 def target_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """The name in the model under which transformers looks for every stored weight, found or not."""
+    """The name in the model that transformers derives from the name of every stored weight, existing or not."""
     return {name: target.weight for name, target in _targets(model, stored)}
 
 
@@ -161,8 +161,8 @@ def renamed(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 def conversions_of(model: nn.Module, stored: Iterable[str], others: Iterable[Any]) -> list[Any]:
     """The conversions that transformers must store in a loaded model, to reverse them when it saves.
 
-    They are those that any stored name needs, and `others`, which are stored already, each once, in transformers'
-    order; those that are not of the model's type come first.
+    These are the conversions that any stored name needs, and `others`, which are stored already, each once, in
+    transformers' order; conversions that are not of the model's type come first.
     """
     rename_source_key, renamings, converters = _mapping(model)
     for name in stored:

@@ -1,4 +1,4 @@
-"""Shared by the subcommands of `optimum-cli moonshot`: options, usage errors, loading and measuring a model."""
+"""Shared code of the subcommands of `optimum-cli moonshot`: options, usage errors, loading and measuring a model."""
 
 import argparse
 import importlib
@@ -52,7 +52,7 @@ def add_model_options(
     loaded: bool = True,
 ) -> None:
     """Add the model, and the options for loading it if the command does."""
-    parser.allow_abbrev = False  # an option that a command lacks would match another with the same prefix
+    parser.allow_abbrev = False  # an unknown option would match another with the same prefix
     parser.add_argument("model", metavar=metavar, help=help)
     if loaded:
         dtypes, text = ("auto", "float32", "bfloat16", "float16"), "of the loaded model; auto: as it was saved"
@@ -83,7 +83,7 @@ def add_format_option(parser: argparse.ArgumentParser, **options: Any) -> None:
 
 
 def add_data_option(parser: argparse.ArgumentParser, name: str, help: str, metavar: str = "DATA") -> None:
-    """Add an option that takes any number of names."""
+    """Add an option with any number of names."""
     parser.add_argument(name, nargs="+", action="extend", default=[], metavar=metavar, help=help)
 
 
@@ -100,7 +100,7 @@ def import_modules(names: list[str]) -> None:
 
 
 def find_device(name: str | None) -> "torch.device":
-    """The device of this name; without a name a GPU if there is one, else the CPU."""
+    """The device with this name; without a name, a GPU if there is one, else the CPU."""
     import torch
 
     from ..devices import default_device
@@ -121,7 +121,7 @@ def check_data(option: str, sources: list[str]) -> None:
 
     for source in sources:
         exists = source in CORPORA or os.path.exists(os.path.expanduser(source)) or is_hub_name(source)
-        message = f"none of {', '.join(CORPORA)}, no file, no folder and no owner/name"
+        message = f"neither one of {', '.join(CORPORA)}, nor a file, a folder or an owner/name"
         expect(exists, message, field=option, value=source)
 
 
@@ -129,7 +129,7 @@ def check_source(name: str) -> None:
     """Raise `UsageError` unless this is a folder, a GGUF file, or possibly a name on the Hub."""
     named = re.fullmatch(r"(hf://)?[\w.-]+/[\w.-]+(@[^/\s]+)?(/.+\.gguf)?", name) is not None
     valid = Path(name).is_dir() or is_gguf(name) or (named and not Path(name).exists())
-    expect(valid, f"{name}: not a folder, nor an owner/name on the Hub")
+    expect(valid, f"{name}: neither a folder nor an owner/name on the Hub")
 
 
 def is_gguf(name: str) -> bool:
@@ -177,7 +177,7 @@ class Metric:
     def changes(
         self, before: dict[str, Any], record: Callable[[Any, Any], object] = lambda after, before: None
     ) -> list[str]:
-        """Measure a changed model, and return a line for each data set; `record` takes the results after and before."""
+        """Measure a changed model; return a line for each data set. `record` stores the results after and before."""
         from ..data.sources import short_name
 
         lines = []
@@ -227,7 +227,7 @@ def make_metric(
     return Metric("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
 
 
-def pruner_metric(pruner: "MoonshotPruner") -> Metric:
-    """The metric of a pruner's model, with the windows of its configuration."""
+def pruner_metric(pruner: "MoonshotPruner", dense: "dict[str, Embeddings] | None" = None) -> Metric:
+    """The metric of a pruner's model, with the windows of its configuration; `dense` is that of `make_metric`."""
     length, size = pruner.config.sequence_length, min(pruner.config.batch_size, 4)
-    return make_metric(pruner.model, pruner.tokenizer, pruner.processor, length, size)
+    return make_metric(pruner.model, pruner.tokenizer, pruner.processor, length, size, dense=dense)

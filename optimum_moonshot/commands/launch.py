@@ -15,7 +15,7 @@ from .method_options import CONFIG_OPTIONS, flag
 # Arguments of the package for the folders that `--output` determines.
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")
 LONGEST_VALUE = 200  # characters
-# Seconds that processes without work leave the first one to print; torchrun ends them as soon as it has.
+# Seconds that processes without work wait for the first one to print; then torchrun ends them.
 PATIENCE = 10.0
 
 
@@ -45,7 +45,7 @@ def guard(
         status, message = 2 if isinstance(error, UsageError) else 1, one_line(error, option_formatter(args, plurals))
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
-    if _several():  # the others end too, and one of them prints the errors of all
+    if _several():  # all processes end, and one of them prints the errors of all
         from ..distributed.ranks import exit_message
 
         messages = exit_message(MoonshotError(message))
@@ -58,8 +58,8 @@ def guard(
 def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str] = {}) -> Callable[[Option], str]:
     """The function that formats a field as the option of a command, for `MoonshotError.render`.
 
-    `plurals` maps fields to the options that take several values of them. A field that the command has no option for
-    is formatted as in Python.
+    `plurals` maps fields to the options with several of their values. A field without an option is formatted as in
+    Python.
     """
     options = {} if args is None else vars(args)
 
@@ -97,7 +97,7 @@ def is_first() -> bool:
 
 
 def by_first(work: Callable[[], Any]) -> Any:
-    """Do work in the first process, and return its value, which JSON can hold, in all of them."""
+    """Do work in the first process, and return its value, of JSON types, in all of them."""
     from ..distributed.ranks import on_main_process
 
     return on_main_process(work)

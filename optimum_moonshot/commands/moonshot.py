@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: its subcommands, of which `prune`, `convert` and `verify` are in this file.
+"""`optimum-cli moonshot`: its subcommands; `prune`, `convert` and `verify` are in this file.
 
 `optimum-cli` imports this module on every call, so torch and transformers are imported when a command runs. Commands
 raise a `UsageError` for invalid options before a model is loaded, and a `MoonshotError` for other input.
@@ -86,7 +86,7 @@ def prune(args: argparse.Namespace) -> None:
     import_modules(args.imports)
     config = make_config(args)
     compactable = config.pattern in ("structured", "experts")  # the latter always compacts
-    message = Text("only {} leaves neurons and heads to remove", Option("pattern", "structured"))
+    message = Text("only {} prunes neurons and heads, which can be removed", Option("pattern", "structured"))
     expect(compactable or not args.compact, message, field="compact")
     device = find_device(args.device)
     calibration = calibration_source(args, config)

@@ -100,7 +100,7 @@ class Output:
         replace_file(self.partial / _MANIFEST, json.dumps({"request": self.request, "writing": writing}))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def reserved(self) -> Iterator[None]:
         """Check and lock the folder; at the end, remove DIR.partial if it has nothing to resume from."""
         with usage_errors():
             check_folder("output", self.args.output)
@@ -112,7 +112,7 @@ class Output:
                 self._lock(lock)
                 usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
                 self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
-                # With the lock: another command may have written before.
+                # Checked with the lock: another command may have written before.
                 usable = self.args.overwrite or not self.path.is_dir() or self._begun() or not _filled(self.path)
                 self._expect(usable, Text("it is not empty; {} writes there anyway", "overwrite"))
                 if not self._begun():
@@ -130,12 +130,12 @@ class Output:
         while True:
             self.partial.mkdir(parents=True, exist_ok=True)
             try:
-                # Not 0: a lock file that is just being deleted counts as held.
+                # Not 0: a lock file that is being deleted counts as locked.
                 lock.enter_context(locked(self.partial / _LOCK, timeout=0.2))
             except Timeout:
                 message = "another command writes there; wait for its end, or choose another"
                 raise UsageError(message, field="output", value=self.args.output) from None
-            except FileNotFoundError:  # a command that has just ended deleted the folder
+            except FileNotFoundError:  # another command deleted the folder when it ended
                 continue
             except OSError:  # a file system without locks
                 pass
@@ -152,17 +152,17 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(args: argparse.Namespace) -> Iterator[Output]:
-    """The output folder of a command, which the first process checks and locks as `Output.held` does."""
+    """The output folder of a command, which the first process checks and locks by `Output.reserved`."""
     output = Output(args)
     with contextlib.ExitStack() as stack:
         if output.writes:
             with writing("output", args.output):
-                stack.enter_context(output.held())
+                stack.enter_context(output.reserved())
         yield output
 
 
 def _filled(folder: Path) -> bool:
-    """Whether a folder has files, other than those of the file system or of an interrupted write."""
+    """Whether a folder has files other than those of the file system or of an interrupted write."""
     names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _LOCK, _MANIFEST + UNFINISHED}
     return any(not name.startswith(STAGING_PREFIX) for name in names)
 
@@ -196,12 +196,12 @@ def change_and_save(args: argparse.Namespace, config: "MoonshotConfig", started:
     calibration = calibration_source(args, config) or "c4"
     check_data("eval", args.eval)
     with open_output(args) as output:
-        pruner = load_pruner(args, config, device)
-        metric = pruner_metric(pruner)
+        pruner, references = load_pruner(args, config, device), dict[str, Any]()
+        metric = pruner_metric(pruner, references)
         before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
         lines = change(pruner, calibration, output)
         record = {} if pruner.report is None else {"record": pruner.report.record}
-        lines += pruner_metric(pruner).changes(before, **record)
+        lines += pruner_metric(pruner, references).changes(before, **record)
         output.begin()
         pruner.save_pretrained(output.path)
         output.finish()

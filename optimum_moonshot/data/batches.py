@@ -91,7 +91,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
 
 
 def digest(batches: list[Batch]) -> str:
-    """sha256 of the keys, shapes, dtypes and bytes of all samples in order, whatever the batches."""
+    """SHA-256 of the keys, shapes, dtypes and bytes of all samples in order, in batches of any size."""
     sha = hashlib.sha256()
     for sample in map(without_padding, split_batches(batches, 1)):
         for name, tensor in sorted(sample.items()):
@@ -103,7 +103,7 @@ def digest(batches: list[Batch]) -> str:
 
 
 def sample_digests(batch: Batch) -> list[str]:
-    """sha256 of the inputs of each sample without padding, whatever its batch."""
+    """SHA-256 of the inputs of each sample without padding, in a batch of any size."""
     samples = [without_padding(sample) for sample in split_batches([batch], 1)]
     counted = ("attention_mask", "labels")
     return [digest([{k: v.cpu() for k, v in sample.items() if k not in counted}]) for sample in samples]
@@ -139,7 +139,7 @@ def shorten(batch: Batch, samples: int = 1, tokens: int = PROBE_TOKENS) -> Batch
 
 
 def _first_predicted(batch: Batch) -> int:
-    """The index of the first token with a label in all samples, or without labels, of the second that is not padding.
+    """The index of the first token with a label in all samples, or without labels, of the second one after padding.
 
     If a sample has no such token, the number of tokens.
     """

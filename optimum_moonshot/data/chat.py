@@ -14,7 +14,7 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "a
 
 
 def chat_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns of a row that hold a conversation; empty if none do."""
+    """The columns of a row that contain a conversation; empty without one."""
     for names in LAYOUTS:
         values = [row[name] for name in names if name in row]
         strings = len(names) > 1  # a single string is text
@@ -50,7 +50,7 @@ def as_messages(value: Any, what: str) -> Messages:
             fields = {"role": ROLES.get(role, role), "content": content}
         if "role" not in fields or not ("content" in fields or "content" in message):
             hint = "give lists of messages with role and content, or with from and value"
-            raise MoonshotError(f"{what} holds {shown(message)}, which is no message", hint=hint)
+            raise MoonshotError(f"{what} contains {shown(message)}, which is not a message", hint=hint)
         messages.append({"content": "", **fields})  # a call of tools has no content
     return messages
 

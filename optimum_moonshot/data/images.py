@@ -65,7 +65,7 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
     rows, row, name = opened
     image = image_column(rows, row)
     if image is None:
-        hint = "rename the one that holds images to image"
+        hint = "rename the column with images to image"
         raise MoonshotError(f"{name} has the columns {', '.join(row)}", hint=hint)
     label = next((column for column in LABEL_COLUMNS if column in row), None)
     classes = getattr((rows.features or {}).get(label), "names", None)
@@ -137,7 +137,7 @@ def load_images(
 def image_batches(
     source: ImageSource, model: nn.Module, processor: Any, numbers: Callable[[Any], int] | None, batch_size: int
 ) -> Iterator[Batch]:
-    """All images of a source in order, processed, in batches; `numbers` maps labels to classes, None omits labels."""
+    """All images of a source in order, processed, in batches; `numbers` maps labels to classes; None omits labels."""
     if processor is None:
         message, hint = "images need the model's image processor", "give it, or batches of pixel_values"
         raise MoonshotError(message, field="processor", value=None, hint=hint)
@@ -359,15 +359,15 @@ def _prompt(value: Any, images: int, processor: Any) -> str:
 
 
 def _with_images(messages: Any, images: int) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of parts; without any images in them, they are added to the first message."""
+    """Messages whose contents are lists of entries; without images, these are added to the first message."""
     converted: list[dict[str, Any]] = []
     for message in as_messages(messages, "the row"):
         content = message["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        # A table has every field in every row, None where a part has none.
-        parts = [{name: value for name, value in part.items() if value is not None} for part in content]
-        converted.append({"role": message["role"], "content": parts})
-    if not any(part.get("type") == "image" for message in converted for part in message["content"]):
+        # A table has every field in every row, None where an entry has none.
+        entries = [{name: value for name, value in entry.items() if value is not None} for entry in content]
+        converted.append({"role": message["role"], "content": entries})
+    if not any(entry.get("type") == "image" for message in converted for entry in message["content"]):
         converted[0]["content"] = [{"type": "image"}] * images + converted[0]["content"]
     return converted

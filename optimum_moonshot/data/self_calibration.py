@@ -104,8 +104,8 @@ class SelfCalibration:
             tokens = self._tokens(tokenizer, prompt, template and self.chat is not False, number)
             require(len(tokens) > 0, f"number {number} has no tokens", field="prompts", hint="leave it out")
             if len(tokens) >= length:
-                none_left = f"number {number} has {len(tokens)} tokens, {{}} leaves none for an answer"
-                message = Text(none_left, Option("sequence_length", length))
+                no_answer = f"number {number} has {len(tokens)} tokens, and {{}} has no room for an answer"
+                message = Text(no_answer, Option("sequence_length", length))
                 raise MoonshotError(message, field="prompts", hint="give shorter prompts, or longer samples")
             beginnings.append(tokens)
         return beginnings

@@ -3,7 +3,7 @@
 `open_source` distinguishes three kinds:
 
 * running text (a .txt file, "wikitext2", "ptb"): one stream of tokens;
-* documents ("c4", JSON, CSV, Parquet, strings, a data set with a column of text or of conversations, also of the Hub);
+* documents ("c4", JSON, CSV, Parquet, strings, a data set, also on the Hub, with a column of text or conversations);
 * model inputs (dictionaries of tensors, a data set with tokens).
 """
 
@@ -215,7 +215,8 @@ def read_texts(load: Load, what: str, generator: torch.Generator | None = None) 
             continue
         text = row[columns[0]] or ""
         if not isinstance(text, str):
-            raise MoonshotError(f'column "{columns[0]}" holds a {type(text).__name__}', hint="it must hold strings")
+            message = f'column "{columns[0]}" has a {type(text).__name__}'
+            raise MoonshotError(message, hint="it must contain strings")
         yield text
 
 
@@ -312,6 +313,6 @@ def _document_columns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     strings = [column for column, value in row.items() if isinstance(value, str)]
     nested = any(isinstance(value, list | tuple | Mapping) for value in row.values())
     if nested or len(strings) != 1 or NO_TEXT.fullmatch(strings[0]):
-        hint = f"rename the one that holds text to {TEXT_COLUMNS[0]}, one of conversations to {CONVERSATIONS[0]}"
+        hint = f"rename the column with text to {TEXT_COLUMNS[0]}, or with conversations to {CONVERSATIONS[0]}"
         raise MoonshotError(f"the data has the columns {', '.join(row)}", hint=hint)
     return (strings[0],), False

@@ -68,7 +68,7 @@ def load_calibration(
     max_positions: int | None = None,
     usable: Usable | None = None,
 ) -> CalibrationData:
-    """Exactly `num_samples` samples of `source` (as for `MoonshotPruner.prune`), in batches of at most `batch_size`.
+    """Exactly `num_samples` samples of `source` (see `MoonshotPruner.prune`), in batches of at most `batch_size`.
 
     A window has `sequence_length` tokens; None is the model's maximum, `max_positions`, but at most 2048. Model inputs
     need no tokenizer and keep their length; their batches are split but never joined, and samples that are not `usable`
@@ -273,7 +273,7 @@ def _take(
     inputs: ModelInputs, num_samples: int, batch_size: int, seed: int, longest: int | None, usable: Usable | None
 ) -> tuple[list[Batch], int]:
     """The first usable samples, and the number of other samples between them."""
-    batches, taken, left_out = list[Batch](), 0, 0
+    batches, taken, omitted = list[Batch](), 0, 0
     # A DataLoader draws from the global random state, even without shuffling.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -282,17 +282,17 @@ def _take(
             if longest and tokens > longest:
                 hint = f"cut it to the {longest} positions of the model"
                 raise MoonshotError(f"item {index} has {tokens} tokens", hint=hint)
-            good = None if usable is None else usable(batch)
-            if good is not None and not bool(good.all()):
-                left_out += int((~good).sum())
-                if not bool(good.any()):
+            labelled = None if usable is None else usable(batch)
+            if labelled is not None and not bool(labelled.all()):
+                omitted += int((~labelled).sum())
+                if not bool(labelled.any()):
                     continue
-                batch = {name: tensor[good] for name, tensor in batch.items()}
+                batch = {name: tensor[labelled] for name, tensor in batch.items()}
             count = min(samples_of(batch), num_samples - taken)
             for start in range(0, count, batch_size):
                 batches.append(take(batch, start, min(start + batch_size, count)))
             taken += count
             if taken == num_samples:
-                return batches, left_out
-    others = f" with a label, and {left_out} without" if left_out else ""
+                return batches, omitted
+    others = f" with a label, and {omitted} without" if omitted else ""
     raise too_few(num_samples, f"the data has {taken} samples{others}", taken)

@@ -285,13 +285,13 @@ def agreement(
     Args:
         model: not changed.
         dense: not changed.
-        dataset: as for `embeddings`.
+        dataset: see `embeddings`.
         tokenizer: of both models, for text.
         processor: of both models, for images.
         options: of `embeddings`.
 
     Raises:
-        MoonshotError: as `embeddings`, or embeddings of different sizes.
+        MoonshotError: like `embeddings`, or embeddings of different sizes.
     """
     reference = embeddings(dense, dataset, tokenizer, processor, **options)
     options["pooling"] = reference.pooling
@@ -315,7 +315,7 @@ def embeddings(
 
     Args:
         model: whose output has hidden states or embeddings; not changed.
-        dataset: text as for `perplexity`, each record or line a sample; images as for `accuracy`; or an iterable of
+        dataset: text like for `perplexity`, each record or line a sample; images like for `accuracy`; or an iterable of
             model inputs.
         tokenizer: the model's Hugging Face tokenizer, for text.
         processor: the model's image processor, for images.

@@ -50,7 +50,7 @@ class EvalReport:
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
     def of(self, dataset: str) -> Result | None:
-        """The result on a data set, whatever the path to its file."""
+        """The result on a data set, for any path to its file."""
         return {short_name(result.dataset): result for result in self.results}.get(short_name(dataset))
 
     def to_dict(self) -> dict[str, Any]:

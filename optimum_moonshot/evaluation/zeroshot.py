@@ -27,7 +27,7 @@ from ..reports.json_files import check_fields
 from ..reports.measurement import Measurement, versions
 
 PAPER_TASKS = ("boolq", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "piqa", "openbookqa")
-PAPER = "paper"  # the name of all of them
+PAPER = "paper"  # the name of the seven tasks
 METRIC = "acc,none"
 
 
@@ -80,12 +80,12 @@ class ZeroShot:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types; `from_dict` is the inverse."""
+        """Convert the result to JSON types; `from_dict` is the inverse."""
         return {**dataclasses.asdict(self), "mean": self.mean}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ZeroShot:
-        """The inverse of `to_dict`; a field that is missing, or of another type, raises `MoonshotError`."""
+        """The inverse of `to_dict`; `MoonshotError` for a field that is missing or of another type."""
         names = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(names - set(values))
         require(not missing, f"not a zero-shot result, {', '.join(missing)} is missing", field="baseline")
@@ -115,7 +115,7 @@ class Tasks(NamedTuple):
 
 
 def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
-    """Look up tasks, which takes several seconds in lm-eval but downloads nothing.
+    """Look up tasks, which needs several seconds in lm-eval but downloads nothing.
 
     Args:
         tasks: names of lm-eval's tasks, "paper" for the seven of the literature, or paths of YAML task files.
@@ -129,7 +129,7 @@ def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
         install = "pip install 'optimum-moonshot[eval]'"
         raise MoonshotError(f"zero-shot accuracy needs lm-eval ({error})", hint=install) from error
     names, folders = _names(tasks)
-    # lm-eval's own list, which takes seconds to read, is needed only for names.
+    # lm-eval's list, which is slow to read, is needed only for names.
     defaults = len(folders) < len(names)
     manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=defaults)
     for name in names:
@@ -153,7 +153,7 @@ def zero_shot(
     Args:
         model: a causal language model; not changed.
         tokenizer: the model's Hugging Face tokenizer.
-        tasks: as for `find_tasks`, or its result.
+        tasks: see `find_tasks`, or its result.
         batch_size: requests per forward pass.
         num_fewshot: solved examples before each question; 0 is the protocol of the literature.
         limit: the largest number of documents per task, for a quick estimate; None is all.

@@ -4,7 +4,7 @@ The field of the configuration with the number of experts, and the tensors with 
 not from a table: in a model created from the changed configuration (on the meta device), the parameters of all mixtures
 have the remaining number of experts, and every other tensor that differs, such as a router's rows and biases, differs
 along one such axis. A test checks that these axes alone identify an expert: the output of a mixture is invariant to a
-permutation along all of them. Removing experts is therefore equal to a router that never selects them.
+permutation along all of them. So removing experts has the same effect as never selecting them.
 """
 
 import re
@@ -53,7 +53,7 @@ class Sliced:
         return tensor
 
     def remaining(self, keep: Mapping[str, Tensor]) -> Tensor:
-        """A tensor of some experts only; `keep` is as for `ExpertRemoval.apply`."""
+        """A tensor of some experts only; for `keep` see `ExpertRemoval.apply`."""
         tensor = self.tensor.data
         return tensor.index_select(self.axis, keep[self.mixture].to(tensor.device))
 
@@ -107,13 +107,13 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def tensors(self, block: str, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The smaller tensors of an onloaded block by their names in it; `keep` is as for `apply`."""
+        """The smaller tensors of an onloaded block, by their names in it; for `keep` see `apply`."""
         inside = {name: sliced for name, sliced in self.sliced.items() if name.startswith(f"{block}.")}
         return {name.removeprefix(f"{block}."): sliced.remaining(keep) for name, sliced in inside.items()}
 
     @contextmanager
     def removed(self, keep: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which a model that is in memory lacks experts; `keep` is as for `apply`."""
+        """A context in which a model in memory has only some experts; for `keep` see `apply`."""
         with ExitStack() as undo:
             self._cut(self.sliced.values(), lambda sliced: sliced.remaining(keep), undo)
             self._configure(undo)
@@ -224,13 +224,12 @@ def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -
     selected = [value for name, value in fields.items() if _GROUPS_CHOSEN.search(name) and value]
     grouped = Experts(pattern.sparsity, groups)
     left, size = count - grouped.removed(count), count // groups
-    whose = f"each of the {groups} groups of {size}" if groups > 1 else f"{count}"
-    message, sparsity = f"of {whose} experts that", pattern.sparsity
-    hint = f"set at least {_least(size):.4g}"
-    require(left < count, f"{message} rounds to none", field="sparsity", value=sparsity, hint=hint)
+    experts = f"{size} experts in each of the {groups} groups" if groups > 1 else f"{count} experts"
+    message, hint, sparsity = f"it removes none of {experts}", f"set at least {_least(size):.4g}", pattern.sparsity
+    require(left < count, message, field="sparsity", value=sparsity, hint=hint)
     reach = left // groups * (selected[0] if selected and groups > 1 else groups)
     among = f"of the {reach} in its selected groups" if reach < left else "of them"
-    message += f" leaves {left // groups}, and the router sends a token to {chosen} {among}"
+    message = f"{left // groups} of {experts} would remain, and the router sends a token to {chosen} {among}"
     require(reach >= chosen, message, field="sparsity", value=sparsity)
     return grouped
 
@@ -330,8 +329,8 @@ def _configurations(model: PreTrainedModel, path: str) -> Iterator[PreTrainedCon
     owner: Any = model.config
     for parent in parents:
         owner = getattr(owner, parent)
-    held = [vars(module).get("config") for module in model.modules()]
-    alike = [config for config in held if type(config) is type(owner) and hasattr(config, field)]
+    copies = [vars(module).get("config") for module in model.modules()]
+    alike = [config for config in copies if type(config) is type(owner) and hasattr(config, field)]
     yield from {id(config): config for config in (owner, *alike)}.values()
 
 

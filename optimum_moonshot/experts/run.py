@@ -1,6 +1,6 @@
 """A run that removes whole experts: select the layers, plan, choose the experts, remove them.
 
-The experts are removed in the run, not zeroed, because the router would still select experts of zeros.
+The experts are removed in the run, not set to zero, because the router would still select experts of zeros.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Unpacking of packed weights while a loader reads them: conversions for transformers, and a stream for vLLM.
 
 Files of mixtures on the Hub have one weight per expert, and transformers' converters stack them to fused parameters,
-or rename them. Such a conversion matches the weight, but not its packed tensors, and in some releases it takes one of
-these for the weight. So the tensors of a parameter are renamed to numbers, which no conversion matches; one converter
+or rename them. Such a conversion matches the weight, but not its packed tensors, and some releases mistake one of these
+for the weight. So the tensors of a parameter are renamed to numbers, which no conversion matches; one converter
 unpacks them and then applies the model's own.
 """
 
@@ -43,7 +43,7 @@ class _Unpack(ConversionOps):
 
 
 class Unpacking(WeightConverter):
-    """Unpacks every packed weight, except those of the modules that stay `packed` in memory.
+    """Unpacks every packed weight, except in modules that stay `packed` in memory.
 
     `layers` and `dtypes` are by the names in the model, whose last part is `last`: "weight", or that of a parameter of
     fused experts. Most releases of transformers do not cast the weights of a quantizer.
@@ -191,14 +191,14 @@ class StoredWeight(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A packed matrix."""
+    """A packed matrix with its size."""
 
     parts: Parts
     shape: tuple[int, int]  # d_out, d_in
 
 
 class _Fuse(ConversionOps):
-    """Makes a parameter, or the packed stack of its matrices, of its tensors by their names in the files."""
+    """Builds a parameter, or the packed stack of its matrices, from its tensors by their names in the files."""
 
     def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
         self.experts, self.dtypes = experts, dtypes
@@ -244,9 +244,9 @@ class _Fuse(ConversionOps):
     def _packed(
         self, mixture: Any, key: str, dtype: torch.dtype, config: Any, order: list[str], tensors: Tensors
     ) -> Iterator[_Packed]:
-        """The packed matrices whose rows, in this order, are those of all experts; at most one is dense at a time.
+        """The packed matrices with the rows of all experts, in this order; at most one is dense at a time.
 
-        Weights whose rows the model's converter does not keep are all dense at once.
+        Weights whose rows the model's converter does not preserve are all dense at once.
         """
         layers, merged, transposed = self.experts.layers, self.experts.merged, mixture.is_transposed
         codec = next(layers[name].codec for name in order if name in layers)
@@ -270,18 +270,18 @@ class _Fuse(ConversionOps):
 
 
 def _blocks(rows: Tensor | None, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The stored matrices that are, one below another, the rows of a parameter, if these are of whole matrices."""
+    """The stored matrices that are, one below another, the rows of a parameter; none if their rows are mixed."""
     if rows is None or any(len(shape) != 2 for shape in shapes.values()):
         return []
     numbers = torch.arange(len(rows), device="cpu").split([shape[0] for shape in shapes.values()])
-    starts = torch.stack([part[0] for part in numbers])
+    starts = torch.stack([rows_of_matrix[0] for rows_of_matrix in numbers])
     owners = (torch.searchsorted(starts, rows, right=True) - 1).unique_consecutive().tolist()
     whole = torch.equal(torch.cat([numbers[owner] for owner in owners]), rows)
     return [[*shapes][owner] for owner in owners] if whole else []
 
 
 def _inside(rows: Tensor | None, shape: tuple[int, ...]) -> bool:
-    """Whether the rows of every expert are those of one stored expert of `shape`, in any order."""
+    """Whether every expert has the rows of one stored expert of `shape`, in any order."""
     owners = None if rows is None else rows.view(shape[:2]) // shape[1]
     return owners is not None and bool((owners == owners[:, :1]).all())
 
@@ -291,7 +291,7 @@ def _repacked(
 ) -> Iterator[_Packed]:
     """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`.
 
-    `rows` has the stored row of each of their rows, if a converter moves them within their expert.
+    `rows` has the number of the stored row for each row, if a converter moves rows within their expert.
     """
     codec, matrix, (experts, size, _) = layer.codec, layer.matrix, layer.shape
     parts = layer.checked(name, tensors)
@@ -303,8 +303,8 @@ def _repacked(
     for expert in range(experts):
         order = None if rows is None else rows[expert * size : (expert + 1) * size]
         stored = expert if order is None else int(order[0]) // size
-        part, planned = codec.rows(parts, matrix, stored * count, (stored + 1) * count, plan)
-        dense = codec.unpack(part, (count, matrix[1]), planned).view(layer.shape[1:])
+        packed, planned = codec.rows(parts, matrix, stored * count, (stored + 1) * count, plan)
+        dense = codec.unpack(packed, (count, matrix[1]), planned).view(layer.shape[1:])
         dense = dense if order is None else dense[order - stored * size]
         yield _packed(codec, dense.T if transposed else dense, layer.nm)
 
@@ -318,9 +318,9 @@ def unpacked(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a dense checkpoint, each packed weight as soon as its last tensor is read.
 
-    The order of the tensors is arbitrary; all their names have a prefix that those in the files lack. `find_layers`,
-    which returns the packed weights by their names in the files, is called at the first tensor with the name of a
-    packed one, and never for checkpoints of other programs.
+    The order of the tensors is arbitrary; their names are a prefix and the name in the files. `find_layers`, which
+    returns the packed weights by their names in the files, is called at the first tensor with the name of a packed one,
+    and never for checkpoints of other programs.
     """
     layers: Layers | None = None
     waiting: dict[str, Tensors] = {}

@@ -12,7 +12,7 @@ from ..errors import check_number, require
 from ..model.calls import evaluation_mode, model_device, to_device
 from ..model.losses import labels_of
 
-# Inputs of the student's loss, which the teacher does not get.
+# Inputs of the student's loss, which are not passed to the teacher.
 _LOSS_INPUTS = ("labels", "num_items_in_batch")
 
 
@@ -36,7 +36,7 @@ class Distillation:
         self._handle: RemovableHandle | None = None
 
     def attach(self, student: nn.Module) -> None:
-        """Hook a student, which must not be the teacher; the teacher moves to its device."""
+        """Hook a student, which must not be the teacher; the teacher is moved to the same device."""
         require(self.teacher is not student, "it is the model that trains; give a dense copy", field="teacher")
         self.detach()
         self.teacher.to(model_device(student))

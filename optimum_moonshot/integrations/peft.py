@@ -10,7 +10,7 @@ model. So a mark replaces the type in saved adapters: PEFT alone raises an error
 the adapter on loading.
 
 Below an adapter the weight may be packed in memory, and a masked adapter can be merged into it. PEFT has no extension
-point for the type of a base layer, or for its meaning of "all-linear", that holds for any `LoraConfig`; so two of its
+point for the type of a base layer, or for the meaning of "all-linear", that works with any `LoraConfig`; so two of its
 functions are replaced.
 """
 
@@ -72,7 +72,7 @@ PEFT_TYPE_TO_CONFIG_MAPPING[cast(PeftType, MARK)] = SparseLoraConfig  # for load
 def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
     """Create a masked adapter for a pruned layer; None for other layers, for which PEFT creates its own.
 
-    `target` is the layer, or its existing adapters. `MoonshotError` refuses options that fill the zeros.
+    `target` is the layer, or its existing adapters. Options that fill the zeros raise `MoonshotError`.
     """
     base = _base(target)
     weight = getattr(base, kwargs.get("parameter_name") or WEIGHT, None)
@@ -98,7 +98,7 @@ def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
     """Expand "all-linear" as PEFT does, but with packed layers; called before any adapter is created.
 
     Raises:
-        MoonshotError: an adapter of a parameter that is packed in memory, which PEFT would leave out with a warning.
+        MoonshotError: an adapter of a parameter that is packed in memory, which PEFT would skip with a warning.
     """
     packed_weights = [
         f"{name}.{weight}"
@@ -228,7 +228,7 @@ def _check_start(config: PeftConfig) -> None:
     start = str(getattr(config, "init_lora_weights", ""))
     require(
         not start.lower().startswith(MOVING),
-        "it moves a part of every weight into the adapter and fills the zeros",
+        "it moves a part of every weight into the adapter, which fills the zeros",
         field="init_lora_weights",
         value=start,
         hint='use True, "gaussian", "orthogonal" or "eva"',
@@ -285,7 +285,7 @@ SparseParameter.__name__ = ParamWrapper.__name__  # PEFT checks this name before
 
 
 class PackedLoraLinear(Linear):
-    """PEFT's LoRA layer on a packed weight [d_out, d_in], beside which it remains."""
+    """PEFT's LoRA layer beside a packed weight [d_out, d_in], without merging."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check_start(config)
@@ -303,7 +303,7 @@ class PackedLoraLinear(Linear):
         self.__class__ = cast(Any, Linear)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        message = "an adapter without a mask would fill the zeros of the packed weight, or leave its grid"
+        message = "an adapter without a mask would fill the zeros of the packed weight, or move it off its grid"
         raise MoonshotError(message, hint="call model.dequantize() first, or train with SparseLoraConfig")
 
 
@@ -340,7 +340,7 @@ class SparsePackedLinear(SparseLinear, PackedLoraLinear):
         return cast(Tensor, self.get_base_layer().weight) != 0
 
     def _product(self, inputs: Tensor, adapter: str) -> Tensor:
-        """Computed again for gradients, so that no dense matrix stays in memory."""
+        """Recompute the dense matrix for gradients, so that it does not stay in memory."""
         product: Tensor = checkpoint(super()._product, inputs, adapter, use_reentrant=False, preserve_rng_state=False)
         return product
 

@@ -1,7 +1,7 @@
 """Register "moonshot" with transformers and PEFT when this package is imported.
 
-Both take seconds to import and have no entry points. If they are not imported yet, an import hook registers it right
-after their import.
+Both are slow to import and have no entry points. An import hook registers it right after the import of a library that
+is not imported yet.
 """
 
 import contextlib

@@ -64,13 +64,13 @@ class MoonshotCallback(TrainerCallback):
             & Gupta (arXiv 1710.01878). Each selects among all weights. Requires a pattern other than n:m, and
             allocation="uniform".
         every: steps between prunings; required with `end_step`.
-        calibration: as for `MoonshotPruner.prune`. None is `config.calibration` or else the training data:
+        calibration: see `MoonshotPruner.prune`. None is `config.calibration` or else the training data:
             `config.num_samples` random samples through the Trainer's collator. The run's random state is preserved.
         teacher: a dense model for logits distillation on the positions with labels; moved to the student's device.
-        temperature: as for `Distillation`.
-        teacher_weight: as `weight` for `Distillation`.
-        targets: of the layers whose zeros are kept if config is None, as for `find_pruned`.
-        ignore: as for `find_pruned`.
+        temperature: see `Distillation`.
+        teacher_weight: see `weight` of `Distillation`.
+        targets: of the layers whose zeros are kept if config is None; see `find_pruned`.
+        ignore: see `find_pruned`.
 
     Raises:
         MoonshotError: (in training) a model without zeros, a pruning after the end of the run, or at the end a removed
@@ -116,7 +116,7 @@ class MoonshotCallback(TrainerCallback):
         self.masks: Masks | None = None
         self.report: PruneReport | None = None
         self.relative_loss: float | None = None
-        self._patterns: dict[str, NM] = {}  # the first that a layer has, of the layers that have one
+        self._patterns: dict[str, NM] = {}  # the first n:m pattern that each layer follows, if any
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
@@ -143,7 +143,7 @@ class MoonshotCallback(TrainerCallback):
     def _check_restored(self, state: TrainerState) -> None:
         """Raise `MoonshotError` where a resumed training lacks zeros of its checkpoint.
 
-        A Trainer does not convert the names in a checkpoint: it leaves fused experts as they are, with a warning.
+        A Trainer does not convert the names in a checkpoint: it does not load fused experts, with a warning.
         """
         logged = [entry[SPARSITY] for entry in state.log_history if SPARSITY in entry]
         sparsity = 0.0 if self.masks is None else self.masks.sparsity()
@@ -198,7 +198,7 @@ class MoonshotCallback(TrainerCallback):
                     torch.distributed.broadcast(layer.parameter.data, 0)
             self._keep(layers, model, kwargs.get("optimizer"))
         self.relative_loss = self.report.loss
-        # No model from before this pruning is the best one, which `load_best_model_at_end` loads.
+        # `load_best_model_at_end` must not load a model from before this pruning.
         state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
@@ -270,7 +270,8 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     The sparsity is s·(1 - (1 - j/n)³) at the j-th of n prunings (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
     """
     check_whole("begin_step", begin, 0)
-    require(config.grid is None and not config.has_budget, "training leaves the grid", field="bits", hint="prune later")
+    quantized = config.grid is not None or config.has_budget
+    require(not quantized, "training moves the weights off the grid", field="bits", hint="prune later")
     if end is None:
         message = Text("it needs {}, the step of the last pruning", "end_step")
         require(every is None, message, field="every", value=every)

@@ -58,12 +58,12 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
-        self.staying: list[str] = []  # modules, and fused weights, that stay packed in memory
+        self.staying: list[str] = []  # modules and fused weights that stay packed in memory
         self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
         self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
-        self.shapes: dict[str, torch.Size] = {}  # of all loaded tensors, by config.json
-        self.dtypes: dict[str, torch.dtype] = {}  # of the same tensors, by the caller's dtype
+        self.shapes: dict[str, torch.Size] = {}  # the shapes of all loaded tensors, by config.json
+        self.dtypes: dict[str, torch.dtype] = {}  # their dtypes, by the caller's dtype
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.pruning:
@@ -73,7 +73,7 @@ class MoonshotQuantizer(HfQuantizer):
             require("disk" not in places, "a model to prune must not be offloaded to disk", field="device_map")
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Name the index that transformers shall read: no other hook sees the configuration before it looks for one."""
+        """Name the index for transformers to read: no other hook has the configuration before it looks for one."""
         if self.pre_quantized:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
@@ -199,7 +199,7 @@ class MoonshotQuantizer(HfQuantizer):
         return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
-        """Whether transformers may load a tensor of any shape; its only question about a quantized checkpoint."""
+        """Whether transformers may load a tensor of any shape; it asks nothing else about a quantized checkpoint."""
         return param_name in self.resized
 
     def is_serializable(self) -> bool:
@@ -211,7 +211,7 @@ class MoonshotQuantizer(HfQuantizer):
 
 
 def _refuse_shards(model: nn.Module, *_: Any) -> None:
-    """Refuse weights that transformers has sharded, when it lists the tensors to load: no hook of its own is later.
+    """Refuse weights that transformers has sharded, when it lists the tensors to load, later than any other hook.
 
     Raises:
         MoonshotError: the model is distributed over several processes.
@@ -293,7 +293,7 @@ def _keep_packed(
 def _device_of(path: str, device_map: Any) -> torch.device | None:
     """Return the device of a module; None if accelerate onloads it for every call.
 
-    A strategy such as "auto", as `device_map`, fills the accelerator first.
+    A strategy such as "auto" in place of a map fills the accelerator first.
     """
     if not isinstance(device_map, Mapping):
         return default_device() if isinstance(device_map, str) else torch.device("cpu")

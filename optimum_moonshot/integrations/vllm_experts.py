@@ -3,39 +3,32 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from ..errors import naming, require
 from ..runtime.packed_mixture import apply_routed, dense_grouped
-from ..runtime.packed_module import PackedMatrix, packed_parts
-from .vllm_linear import DONE, Tally
+from ..runtime.packed_module import packed_parts
+from .vllm_linear import PackingMethod, Tally
 
 _UP, _DOWN = "w13_weight", "w2_weight"  # [experts, out, in], gates and up-projections joined along the rows
 # The activations that vLLM has on every device, apart from its kernels of whole experts.
 _ACTIVATIONS = {"silu", "gelu", "gelu_tanh", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}
 
 
-class PackedExpertsMethod(FusedMoEMethodBase):
-    """Like `PackedLinearMethod`, but for a layer of experts: packs the matrices of all experts as one stack per weight.
+class PackedExpertsMethod(PackingMethod, FusedMoEMethodBase):
+    """The method of a layer of experts: packs the matrices of all experts as one stack per weight.
 
-    A weight that is not smaller when packed stays dense; if none is smaller, or if only vLLM's own kernels compute the
-    layer's activation, these multiply it.
+    If no weight is smaller when packed, or if only vLLM's own kernels compute the layer's activation, these multiply
+    the dense weights.
     """
-
-    uses_meta_device = True
 
     def __init__(self, moe: Any, prefix: str, tally: Tally):
         super().__init__(moe)
         self.dense = UnquantizedFusedMoEMethod(moe)
-        self.prefix, self.tally = prefix, tally
-        self.random = get_current_vllm_config().load_config.load_format == "dummy"
-        self.packed: dict[str, PackedMatrix] = {}  # weight → its format; empty if vLLM's kernels multiply
-        self.plans: dict[str, Any] = {}
+        self.set_up(prefix, tally)
 
     @property
     def is_monolithic(self) -> bool:
@@ -51,49 +44,20 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         """Return the configuration of the dense layer."""
         return self.dense.get_fused_moe_quant_config(layer)
 
-    def create_weights(self, layer: Any, *args: Any, **attributes: Any) -> None:
-        with torch.device("meta"):
-            self.dense.create_weights(layer, *args, **attributes)
-        initialize_online_processing(layer)
+    def count_weights(self, layer: Any) -> int:
+        return int(get_layerwise_info(layer).load_numel_total)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weights; vLLM calls this when the layer is complete, and again when all layers are."""
-        if getattr(layer, DONE, False):
-            self.tally.report()
-            return
-        setattr(layer, DONE, True)
-        with naming(self.prefix):
-            require(not self.packed, "it is packed and cannot be reloaded", hint="create a new engine")
-            info = get_layerwise_info(layer)
-            complete = self.random or info.load_numel >= info.load_numel_total
-            message = f"only {info.load_numel} of its {info.load_numel_total} weights were read from the files"
-            require(complete, message)
+    def pack(self, layer: Any) -> None:
         sizes = {weight: getattr(layer, weight).nbytes for weight in (_UP, _DOWN)}
+        packed_bytes = 0
         if layer.activation.value in _ACTIVATIONS and layer.swiglu_limit is None:
             for weight in sizes:
-                self._pack(layer, weight)
-        packed_bytes = sum(
-            sum(part.nbytes for part in packed_parts(layer, self.packed[weight].codec, weight).values())
-            if weight in self.packed
-            else size
-            for weight, size in sizes.items()
-        )
+                matrices = layer.get_parameter(weight).data.flatten(0, 1)
+                packed_bytes += self.pack_weight(layer, weight, matrices, f"{self.prefix}.{weight}")
         self.tally.add(sum(sizes.values()), packed_bytes if self.packed else None)
         if not self.packed:
             self.dense.process_weights_after_loading(layer)
             self.moe_kernel, self.moe_quant_config = self.dense.moe_kernel, self.dense.moe_quant_config
-
-    def _pack(self, layer: nn.Module, weight: str) -> None:
-        dense = layer.get_parameter(weight)
-        packed = self.tally.pack(f"{self.prefix}.{weight}", dense.data.flatten(0, 1))
-        if packed is None:
-            return
-        delattr(layer, weight)
-        for suffix, name in packed.codec.names(weight).items():
-            layer.register_parameter(name, nn.Parameter(packed.parts[suffix].to(dense.device), requires_grad=False))
-        matrix = PackedMatrix(packed.codec, (dense.shape[0] * dense.shape[1], dense.shape[2]))
-        self.packed[weight] = matrix
-        self.plans[weight] = packed.codec.plan(packed_parts(layer, packed.codec, weight), matrix.shape)
 
     def apply(
         self,

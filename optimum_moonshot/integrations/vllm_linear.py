@@ -1,8 +1,8 @@
-"""Packed checkpoints in vLLM: its loader unpacks their weights, and its linear layers pack them again.
+"""Packed checkpoints in vLLM: its loader unpacks their weights, and its layers pack them again.
 
 Weights are unpacked in the loader's stream of tensors, so that every model class of vLLM gets the names and shapes of a
 dense checkpoint, and merges q, k and v, transposes, shards and skips weights as usual. One weight at a time is dense:
-each linear layer packs its weight as soon as it is complete.
+each layer packs its weights as soon as they are complete.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,8 +25,8 @@ from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Checkpoint, Layers, 
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
 from ..objective.grid import Grid
-from ..packing import INPUTS, Codec, Quantized
-from ..runtime.packed_module import Packed, pack_if_smaller, packed_parts
+from ..packing import INPUTS, Quantized
+from ..runtime.packed_module import Packed, PackedMatrix, pack_if_smaller, packed_parts
 from .conversion import unpacked
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
@@ -131,57 +131,91 @@ class Tally:
             log("the others, such as %s, are not on a grid of %s", self.values[0], grids)
 
 
-class PackedLinearMethod(LinearMethodBase):
-    """Loads the weight of a linear layer as a dense one, and packs it as soon as it is complete.
+class PackingMethod:
+    """Loads the weights of a layer of vLLM as dense ones, and packs them as soon as they are complete.
 
-    vLLM allocates the dense weight when all of its parts have been read, as for weights that it quantizes online. Each
-    process packs its shard. A weight that is not smaller when packed stays dense. `prefix` is the layer's name in the
-    model.
+    vLLM allocates a dense weight when all of its parts have been read, as for weights that it quantizes online. Each
+    process packs its shard. A weight that is not smaller when packed stays dense.
     """
 
     uses_meta_device = True
+    dense: Any  # vLLM's method for dense weights
 
-    def __init__(self, prefix: str, tally: Tally):
-        self.dense = UnquantizedLinearMethod()
+    def set_up(self, prefix: str, tally: Tally) -> None:
+        """Initialize the method of a layer, whose name in the model is `prefix`."""
         self.prefix, self.tally = prefix, tally
         self.random = get_current_vllm_config().load_config.load_format == "dummy"
-        self.codec: Codec | None = None  # None if the weight is dense
-        self.shape = (0, 0)
-        self.plan: Any = None
+        self.packed: dict[str, PackedMatrix] = {}  # the packed weights, by name
+        self.plans: dict[str, Any] = {}
 
-    def create_weights(self, layer: nn.Module, *sizes: Any, **attributes: Any) -> None:
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         with torch.device("meta"):
             self.dense.create_weights(layer, *sizes, **attributes)
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weight [d_out, d_in]; vLLM calls this when the layer is complete, and again when all layers are."""
+        """Pack the weights; vLLM calls this when the layer is complete, and again when all layers are."""
         if getattr(layer, DONE, False):
             self.tally.report()
             return
         setattr(layer, DONE, True)
         with naming(self.prefix):
             # A captured graph keeps the old plan.
-            require(self.codec is None, "it is packed and cannot be reloaded", hint="create a new engine")
-            weight, read = layer.weight, get_layerwise_info(layer).load_numel
-            complete = self.random or read >= weight.numel()
-            require(complete, f"only {read} of its {weight.numel()} weights were read from the files")
-        packed = self.tally.pack(self.prefix, weight.data) if weight.ndim == 2 else None
-        self.codec = None if packed is None else packed.codec
+            require(not self.packed, "it is packed and cannot be reloaded", hint="create a new engine")
+            read, total = get_layerwise_info(layer).load_numel, self.count_weights(layer)
+            require(self.random or read >= total, f"only {read} of its {total} weights were read from the files")
+        self.pack(layer)
+
+    def count_weights(self, layer: Any) -> int:
+        """The number of weights that must be read from the files."""
+        raise NotImplementedError
+
+    def pack(self, layer: Any) -> None:
+        """Pack the complete weights of a layer, and count them."""
+        raise NotImplementedError
+
+    def pack_weight(self, layer: Any, weight: str, matrix: Tensor, name: str) -> int:
+        """Pack a weight of a layer, and return its bytes in memory.
+
+        Args:
+            layer: of vLLM.
+            weight: the name of the parameter.
+            matrix: its matrix, or the stack of its matrices, [d_out, d_in].
+            name: of the weight, for the log.
+        """
+        packed = self.tally.pack(name, matrix)
         if packed is None:
-            self.tally.add(weight.nbytes)
+            return matrix.nbytes
+        delattr(layer, weight)
+        for suffix, stored in packed.codec.names(weight).items():
+            part = packed.parts[suffix].to(matrix.device)
+            layer.register_parameter(stored, nn.Parameter(part, requires_grad=False))
+        parts, shape = packed_parts(layer, packed.codec, weight), (matrix.shape[0], matrix.shape[1])
+        self.packed[weight] = PackedMatrix(packed.codec, shape)
+        self.plans[weight] = packed.codec.plan(parts, shape)
+        return sum(part.nbytes for part in parts.values())
+
+
+class PackedLinearMethod(PackingMethod, LinearMethodBase):
+    """The method of a linear layer."""
+
+    def __init__(self, prefix: str, tally: Tally):
+        self.dense = UnquantizedLinearMethod()
+        self.set_up(prefix, tally)
+
+    def count_weights(self, layer: Any) -> int:
+        return int(layer.weight.numel())
+
+    def pack(self, layer: Any) -> None:
+        weight = layer.weight
+        packed_bytes = self.pack_weight(layer, _WEIGHT, weight.data, self.prefix) if weight.ndim == 2 else 0
+        self.tally.add(weight.nbytes, packed_bytes if self.packed else None)
+        if not self.packed:
             self.dense.process_weights_after_loading(layer)
-            return
-        self.shape = (weight.shape[0], weight.shape[1])
-        del layer.weight
-        for suffix, name in packed.codec.names(_WEIGHT).items():
-            part = packed.parts[suffix].to(weight.device)
-            layer.register_parameter(name, nn.Parameter(part, requires_grad=False))
-        parts = packed_parts(layer, packed.codec)
-        self.plan = packed.codec.plan(parts, self.shape)
-        self.tally.add(weight.nbytes, sum(part.nbytes for part in parts.values()))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.codec is None:
-            return self.dense.apply(layer, x, bias)
-        return self.codec.linear(x, packed_parts(layer, self.codec), self.shape, bias, self.plan)
+        if not self.packed:
+            outputs: Tensor = self.dense.apply(layer, x, bias)
+            return outputs
+        codec, shape = self.packed[_WEIGHT]
+        return codec.linear(x, packed_parts(layer, codec), shape, bias, self.plans[_WEIGHT])

@@ -1,7 +1,7 @@
 """The plugin for serving packed checkpoints with vLLM, an entry point in `vllm.general_plugins`.
 
 vLLM calls `register` in each of its processes, before it reads a model. The loader is imported only for packed
-checkpoints: others are unaffected.
+checkpoints; others are unaffected.
 """
 
 from collections.abc import Mapping

@@ -18,10 +18,10 @@ from ..kernels import Library, find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .bitmask import check_packed, find_offsets, find_window, is_nm, pack, packed_bytes, select_rows, unpack
 from .codec import Codec, Parts, Shape, Verdict, register_operators
-from .timing import kernel_lacks, kernel_name, timed_verdict
+from .timing import kernel_name, kernel_obstacle, timed_verdict
 
-# What is computed once for a matrix: the results of `find_window` (-1: not computed) and of `find_offsets` (None: not
-# computed, or rows of equal lengths).
+# Computed once for a matrix: the results of `find_window` (-1: not computed) and of `find_offsets` (None: not computed,
+# or rows of equal lengths).
 Plan = tuple[int, Tensor | None]
 _NO_PLAN: Plan = (-1, None)
 
@@ -83,8 +83,8 @@ class Bitmask(Codec):
         if torch.compiler.is_compiling():  # data-dependent values must be computed inside the operators
             return _NO_PLAN
         library = find_library()
-        in_c = library is not None and library.takes(values)
-        return -1 if in_c else find_window(values, meta, shape[1]), find_offsets(values, meta, shape[1])
+        compiled = library is not None and library.takes(values)
+        return -1 if compiled else find_window(values, meta, shape[1]), find_offsets(values, meta, shape[1])
 
     def linear(
         self, inputs: Tensor, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Plan | None = None
@@ -110,12 +110,12 @@ class Bitmask(Codec):
         self, shape: Shape, pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
         """Like `Codec.decoding`, by the measured thresholds where there are any, else by one measurement per shape."""
-        lacks, name = kernel_lacks("bitmask", shape, dtype, device), kernel_name(device)
-        if lacks is not None:
-            return Verdict(False, lacks)
+        obstacle, name = kernel_obstacle("bitmask", shape, dtype, device), kernel_name(device)
+        if obstacle is not None:
+            return Verdict(False, obstacle)
         if name in _MOST:
             most = _MOST[name][dtype.itemsize]
-            why = f"{name} kernels" if fraction <= most else f"more than {most:.0%} of the bytes are left"
+            why = f"{name} kernels" if fraction <= most else f"more than {most:.0%} of the bytes remain"
             return Verdict(fraction <= most, why)
         return timed_verdict(self, shape, pattern, fraction - 1 / (8 * dtype.itemsize), dtype, device)
 
@@ -130,7 +130,7 @@ def _product(
     library, d_in, shape = find_library(), inputs.shape[-1], (*inputs.shape[:-1], len(meta))
     if _is_for_gpu(inputs, values):
         return _gpu_product(inputs, values, meta, offsets, bias, window)
-    if library is None or not _takes(library, inputs, values, meta, bias):
+    if library is None or not _supports(library, inputs, values, meta, bias):
         return functional.linear(inputs, unpack(values, meta, d_in, window, offsets), bias)
     flat = inputs.reshape(-1, d_in).contiguous()
     offsets = find_offsets(values, meta, d_in) if offsets is None else offsets
@@ -162,7 +162,7 @@ def _gpu_product(
     return outputs.view(*inputs.shape[:-1], len(meta))
 
 
-def _takes(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> bool:
+def _supports(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> bool:
     """Whether the library supports these tensors; for invalid ones, torch's dense product raises the error."""
     return (
         library.takes(values)
@@ -205,7 +205,11 @@ def _grouped(inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offse
     library, d_in = find_library(), inputs.shape[1]
     offsets = find_offsets(values, meta, d_in) if offsets is None else offsets
     outputs = inputs.new_zeros(len(inputs), len(meta) // len(counts))
-    if library is not None and _takes(library, inputs, values, meta, None) and int(counts.max()) <= library.most_rows:
+    if (
+        library is not None
+        and _supports(library, inputs, values, meta, None)
+        and int(counts.max()) <= library.most_rows
+    ):
         library.grouped(outputs, inputs.contiguous(), counts, values, meta, offsets)
         return outputs
     for rows, matrix in _groups(counts, values, meta, offsets):

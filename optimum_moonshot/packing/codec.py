@@ -76,7 +76,7 @@ class Codec(ABC):
         """The tensors of rows `first` to `stop` − 1, views where possible, and their plan."""
 
     def stack(self, matrices: Sequence[Parts], shapes: Sequence[Shape]) -> Parts:
-        """The tensors of one matrix with the rows of several, by default theirs one after another.
+        """The tensors of one matrix with the rows of several; by default, the tensors are concatenated.
 
         Args:
             matrices: all tensors of each matrix, by suffix, of one dtype.

@@ -41,10 +41,10 @@ class PackedLayer:
         Raises:
             MoonshotError: a missing, unknown or invalid field, or a format of a later release.
         """
-        require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, no object")
+        require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, not an object")
         fields = ("shape", "transposed", "pattern", "dtype", "codec", "stacked")
         missing, unknown = [name for name in fields[:4] if name not in entry], sorted(entry.keys() - set(fields))
-        require(not missing, f"its entry in the metadata lacks {', '.join(missing)}")
+        require(not missing, f"its entry in the metadata has no {', '.join(missing)}")
         require(not unknown, f"its entry in the metadata has unknown fields: {short(unknown)}")
         codec = find_codec(entry.get("codec", _DEFAULT))
         sizes, stacked = entry["shape"], entry.get("stacked", False)

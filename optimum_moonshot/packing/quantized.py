@@ -7,11 +7,11 @@ A matrix W [d_out, d_in] on a `Grid` (objective/grid.py) is stored as
   zero point, `bits` bits each, padded with zero bits to a whole byte;
 * ``scale`` (``_scale``): [d_out, ⌈d_in/group⌉] in the dtype of W;
 * ``meta`` (``_meta``): as in the format "bitmask", or [d_out, 0] if every weight is stored. This is so for n:m with
-  n = m, and without a pattern where it takes fewer bytes than a bitmask.
+  n = m, and without a pattern where it needs fewer bytes than a bitmask.
 
 A weight is code · scale, rounded to the dtype of the scale; one that is not stored is 0. As in the format "bitmask",
-n:m stores zeros in addition where m consecutive inputs have fewer than n nonzeros. 2:4 in 4 bits takes 1 + 2 bits per
-weight, and its scales.
+n:m stores zeros in addition where m consecutive inputs have fewer than n nonzeros. 2:4 in 4 bits needs 1 + 2 bits per
+weight, and the scales.
 """
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def packed_bytes(grid: Grid, matrix: Tensor, pattern: NM | None) -> int:
 
 
 def _stores_all(grid: Grid, meta: Tensor, d_in: int, pattern: NM | None) -> bool:
-    """Whether a matrix with this bitmask is stored without it."""
+    """Whether all weights of a matrix with this bitmask are stored, without the bitmask."""
     if pattern is not None:
         return pattern.n == pattern.m
     return _codes_bytes(grid, meta[:, :0], d_in) <= meta.numel() + _codes_bytes(grid, meta, d_in)

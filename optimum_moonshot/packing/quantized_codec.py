@@ -32,7 +32,7 @@ from .quantized import (
     unpack,
     unpacked_slices,
 )
-from .timing import kernel_lacks, kernel_name, timed_verdict
+from .timing import kernel_name, kernel_obstacle, timed_verdict
 
 FASTER = ("vbmi2", "amx")  # instruction sets whose product of one row is faster than the dense one at any sparsity
 _NAME = re.compile(r"int([0-9])g([1-9][0-9]{0,8})")
@@ -87,7 +87,7 @@ class Quantized(Codec):
     def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
         """Like `Codec.pack`, but also raises `MoonshotError` if the matrix is not on the grid.
 
-        Without a pattern, zeros are stored too where that takes fewer bytes than a bitmask.
+        Without a pattern, zeros are stored too where that needs fewer bytes than a bitmask.
         """
         return dict(zip(self.suffixes, pack(self.grid(matrix.dtype), matrix, pattern), strict=True))
 
@@ -146,15 +146,15 @@ class Quantized(Codec):
     def decoding(
         self, shape: Shape, pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
-        """Like `Codec.decoding`: a compiled product with rounded inputs is faster; it reads at most half of the bytes.
+        """Like `Codec.decoding`: a compiled product with rounded inputs, which reads at most half the bytes, is faster.
 
         The kernels of GPUs, AVX2 and NEON are timed.
         """
-        lacks, name = kernel_lacks("quantized", shape, dtype, device), kernel_name(device)
-        if lacks is None and device.type == "cpu" and self.inputs != INPUTS[0]:
-            lacks = "the kernel is slower for inputs that are not rounded"
-        if lacks is not None:
-            return Verdict(False, lacks)
+        obstacle, name = kernel_obstacle("quantized", shape, dtype, device), kernel_name(device)
+        if obstacle is None and device.type == "cpu" and self.inputs != INPUTS[0]:
+            obstacle = "the kernel is slower for inputs that are not rounded"
+        if obstacle is not None:
+            return Verdict(False, obstacle)
         if name in FASTER:
             return Verdict(True, f"{name} kernels for {self.name}")
         # Bits per weight: those of a bitmask, unless all weights are stored, a scale per group, and the codes.
@@ -230,7 +230,7 @@ def _product(inputs: Tensor, *arguments: Any) -> Tensor:
         return _gpu_product(inputs, matrix, bias)
     flat, outputs = inputs.reshape(-1, d_in), inputs.new_empty(*inputs.shape[:-1], len(matrix.scale))
     in_library = matrix.in_library(d_in)
-    if library is not None and in_library is not None and _takes(inputs, matrix.scale, bias, len(flat), wide):
+    if library is not None and in_library is not None and _supports(inputs, matrix.scale, bias, len(flat), wide):
         return library.quantized_product(flat.contiguous(), in_library, bias, wide).view_as(outputs)
     for rows, tile in matrix.tiles(d_in):
         outputs[..., rows] = functional.linear(inputs, tile, None if bias is None else bias[rows])
@@ -254,7 +254,7 @@ def _gpu_product(inputs: Tensor, matrix: _Matrix, bias: Tensor | None) -> Tensor
     return outputs.view(*inputs.shape[:-1], len(matrix.scale))
 
 
-def _takes(x: Tensor, scale: Tensor, bias: Tensor | None, rows: int, wide: bool) -> bool:
+def _supports(x: Tensor, scale: Tensor, bias: Tensor | None, rows: int, wide: bool) -> bool:
     """Whether the library supports these inputs, and is faster; torch's product raises the error for invalid ones."""
     library = find_library()
     most = 0 if library is None else min(library.most_rows, _MOST_WIDE) if wide else library.most_rows
@@ -281,12 +281,12 @@ def _grouped(inputs: Tensor, counts: Tensor, *arguments: Any) -> Tensor:
     *tensors, wide = arguments
     matrix, library, d_in = _Matrix(*tensors), find_library(), inputs.shape[1]
     outputs, in_library = inputs.new_zeros(len(inputs), len(matrix.scale) // len(counts)), matrix.in_library(d_in)
-    fits = _takes(inputs, matrix.scale, None, int(counts.max()), wide)
+    fits = _supports(inputs, matrix.scale, None, int(counts.max()), wide)
     if library is not None and in_library is not None and fits:
         library.quantized_grouped(outputs, inputs.contiguous(), counts, in_library, wide)
         return outputs
-    for rows, part in matrix.groups(counts, d_in):
-        outputs[rows] = _product(inputs[rows], *part, None, wide)
+    for rows, expert in matrix.groups(counts, d_in):
+        outputs[rows] = _product(inputs[rows], *expert, None, wide)
     return outputs
 
 
@@ -294,8 +294,8 @@ def _grouped_transposed(outputs: Tensor, counts: Tensor, *arguments: Any) -> Ten
     """Like `_transposed` for groups of rows: [rows, d_out] → [rows, d_in]."""
     *tensors, d_in = arguments
     sums = outputs.new_zeros(len(outputs), d_in)
-    for rows, part in _Matrix(*tensors).groups(counts, d_in):
-        sums[rows] = _transposed(outputs[rows], *part, d_in)
+    for rows, expert in _Matrix(*tensors).groups(counts, d_in):
+        sums[rows] = _transposed(outputs[rows], *expert, d_in)
     return sums
 
 

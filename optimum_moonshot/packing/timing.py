@@ -13,14 +13,14 @@ from ..kernels import find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .codec import Codec, Shape, Verdict
 
-LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
-SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
+LEAST = 1 << 18  # weights: for fewer, the overhead of a call, 30 µs, exceeds the time of the dense product
+SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product at any sparsity
 _MEASURED = 1 << 24  # most weights of a matrix in a measurement
 _CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more than any cache
 _ROUNDS = 30
 
 
-def kernel_lacks(formats: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
+def kernel_obstacle(formats: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
     """The reason why no kernel of these `formats`, as in `find_gpu_kernels`, can be faster; None if one can."""
     if device.type == "cpu":
         library = find_library()

@@ -18,7 +18,7 @@ Fraction = Annotated[float, 0, 1]
 Amount = Annotated[float, 0, float(MAX_INT)]
 Count = Annotated[int, 0, MAX_INT]
 Size = Annotated[int, 1, MAX_INT]
-# Cached, because a report has one object per layer.
+# Cached because a report has one object per layer.
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 _NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
 
@@ -129,8 +129,8 @@ def check_value(hint: Any, value: Any, where: str) -> Any:
         return tuple(entries) if origin is tuple else entries
     elif hint is not Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        good = number if hint is float else isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-        require(good, f"must be a {_NAMES.get(hint, hint.__name__)}", field=where, value=value)
+        valid = number if hint is float else isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+        require(valid, f"must be a {_NAMES.get(hint, hint.__name__)}", field=where, value=value)
         fits = not isinstance(value, int) or abs(value) <= MAX_INT
         require(fits, f"must be at most {MAX_INT}", field=where, value=value)
     return value

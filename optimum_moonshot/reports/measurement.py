@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
-_version = functools.cache(version)  # because the metadata of a package is a file to parse
+_version = functools.cache(version)  # parses a file on every call
 
 
 class Measurement(NamedTuple):

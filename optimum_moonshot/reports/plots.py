@@ -83,9 +83,12 @@ def save_plot(report: PruneReport, folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def plain(text: str, most: int = 60) -> str:
+LONGEST = 60  # characters of a label
+
+
+def plain(text: str) -> str:
     """Any text, shortened, that is drawn literally: a dollar starts a formula, lone surrogates have no glyph."""
-    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
 
 

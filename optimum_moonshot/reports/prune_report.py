@@ -67,7 +67,7 @@ class LayerReport(JsonFields):
     peak_memory: Count = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
     notes: tuple[str, ...] = ()
     target_sparsity: Fraction | None = None  # of the layer's pattern
-    zeros_before: Count = 0  # zeros of the weight before the run, all of which remain
+    zeros_before: Count = 0  # zeros of the weight before the run, which all remain
     bits: Size | None = None  # of a surviving weight, if they are quantized
     packed_bytes: Count | None = None  # of the weight in a packed checkpoint
     experts: ExpertChoice | None = None  # of a mixture with fewer experts
@@ -130,7 +130,7 @@ class _Settings(TypedDict):
 
 
 class _LaterSettings(_Settings, total=False):
-    """Fields that reports of early releases lack."""
+    """Fields that are missing in reports of early releases."""
 
     solver_options: dict[str, Any]
     quant_group: int
@@ -221,7 +221,7 @@ class PruneReport:
 
     @property
     def mostly_dense(self) -> str:
-        """A sentence for models less than half of which is in pruned layers; empty for others."""
+        """A sentence for models with less than half of the weights in pruned layers; empty for others."""
         if self.chosen >= 0.5:
             return ""
         return f"most of the model stayed dense: {100 * self.chosen:.3g}% of its weights were chosen"
@@ -342,7 +342,7 @@ class PruneReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types; `from_dict` is its inverse."""
+        """Convert the report to JSON types; `from_dict` is the inverse."""
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in _DERIVED}}
 
     @classmethod

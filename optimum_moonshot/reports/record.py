@@ -106,8 +106,8 @@ class PruningRecord:
 
     def layer_grids(self, names: Iterable[str]) -> dict[str, Grid | None]:
         """The grid of every layer's weights, in float32; None where they are not quantized."""
-        config, every = self.config, self.config.get("bits")  # records of earlier releases have no bits
-        bits = {name: every if self.bits is None else self.bits.get(name) for name in names}
+        config, default = self.config, self.config.get("bits")  # records of earlier releases have no bits
+        bits = {name: default if self.bits is None else self.bits.get(name) for name in names}
         group = config.get("quant_group", Grid.group)
         return {name: None if number is None else Grid(number, group) for name, number in bits.items()}
 
@@ -122,7 +122,7 @@ class PruningRecord:
         return self.pattern_rules.nm()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types; `from_dict` is the inverse."""
+        """Convert the record to JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
         optional = ("compaction", "dense", "rotation", "shrink", "allocated")

@@ -90,7 +90,7 @@ class PackedLinear(PackedModule):
         device = inputs.device.type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
             return self.codec.linear(inputs, self.parts, self.shape, self.bias, self.plan)
-        # As autocast does for a Linear. The codec would unpack the weight, and autograd would keep the dense one.
+        # Like autocast for a Linear. The codec would unpack the weight, and autograd would keep the dense one.
         with torch.autocast(device, enabled=False):
             bias = None if self.bias is None else self.bias.to(self.dtype)
             return self.codec.linear(inputs.to(self.dtype), self.parts, self.shape, bias, self.plan)

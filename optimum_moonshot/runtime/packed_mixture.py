@@ -1,7 +1,7 @@
 """The experts of a layer, whose fused weights stay packed in memory.
 
-The module computes what transformers' implementations of experts compute ("grouped_mm", "batched_mm", "eager"), with
-the same flags and functions of the module that it replaces: `has_gate`, `has_bias`, `is_transposed`, `_apply_gate`. All
+The module computes the same as transformers' implementations of experts ("grouped_mm", "batched_mm", "eager"), with the
+same flags and functions of the module that it replaces: `has_gate`, `has_bias`, `is_transposed`, `_apply_gate`. All
 tokens of an expert are multiplied at once, and all experts in one call of the codec.
 """
 
@@ -36,8 +36,7 @@ def _up(module: nn.Module) -> str:
 class PackedMixture(PackedModule):
     """A module of experts with packed weights; each is the stack [E·out, in] of the matrices of all experts.
 
-    Its weights that are not packed stay parameters, and its submodules are those of the origin, as which the origin
-    applies gates.
+    Weights that are not packed remain parameters. The submodules are those of the origin, whose methods apply gates.
     """
 
     def __init__(self, origin: nn.Module):
@@ -54,7 +53,7 @@ class PackedMixture(PackedModule):
         self.experts = len(weight)
 
     def __getattr__(self, name: str) -> Any:
-        """Unpack a packed weight on every access, dense: some models read their weights when they are loaded."""
+        """Unpack a packed weight on every access: some models read their weights when they are loaded."""
         return self.initialized(self.dense(name)) if name in vars(self).get("packed", ()) else super().__getattr__(name)
 
     @property
@@ -67,7 +66,7 @@ class PackedMixture(PackedModule):
         del self._parameters[weight]
 
     def unpack(self, weight: str) -> None:
-        """Make a packed weight a parameter again, also of the origin."""
+        """Convert a packed weight to a parameter again, of this module and the origin."""
         origin = cast(nn.Module, self.origin)
         parameter = nn.Parameter(self.dense(weight), origin.get_parameter(weight).requires_grad)
         for name in self.packed.pop(weight).codec.names(weight).values():
@@ -134,8 +133,8 @@ def apply_routed(compute: Experts, hidden: Tensor, index: Tensor, weights: Tenso
     counts.scatter_add_(0, experts.clamp(max=count), torch.ones_like(experts))
     outputs = compute(hidden[order // index.shape[1]], counts[:-1], experts.clamp(max=count - 1))
     outputs = outputs * weights.flatten()[order].masked_fill(experts >= count, 0)[:, None]
-    parts = torch.zeros_like(outputs).index_copy(0, order, outputs)
-    return parts.unflatten(0, index.shape).sum(1).to(hidden.dtype)
+    by_token = torch.zeros_like(outputs).index_copy(0, order, outputs)
+    return by_token.unflatten(0, index.shape).sum(1).to(hidden.dtype)
 
 
 @torch.library.custom_op("moonshot::dense_grouped", mutates_args=())

@@ -41,7 +41,7 @@ from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.stages import Stage
 from ..solvers.experts import best_subset
 
-# Most sets of blocks of which `BlockScores.select` evaluates all.
+# `BlockScores.select` evaluates all sets of blocks if there are at most this many.
 EXACT = 200_000
 
 
@@ -52,7 +52,9 @@ class BlockScores:
     names: tuple[str, ...]
     influence: Tensor  # block influence  [B]
     reconstruction: Tensor  # L_R of each block alone, relative to its output  [B]
-    slopes: Tensor  # S  [tokens, B]; blocks that read other tokens, as of an encoder and a decoder, have other rows
+    slopes: (
+        Tensor  # S  [tokens, B]; blocks with other tokens, such as those of an encoder and a decoder, have other rows
+    )
     samples: int  # N
 
     @property
@@ -84,17 +86,17 @@ class BlockScores:
 
         Args:
             count: the number of blocks to remove.
-            lam: as for `predict`.
+            lam: see `predict`.
             stay: blocks that are not removed.
 
         Returns:
             Ascending indices.
 
         Raises:
-            MoonshotError: a number of blocks that the model cannot lose.
+            MoonshotError: a number of blocks that cannot be removed.
         """
         most = len(self.names) - max(1, len(stay))
-        require(1 <= count <= most, f"the model can lose 1 to {most} blocks", field="count", value=count)
+        require(1 <= count <= most, f"1 to {most} blocks of the model can be removed", field="count", value=count)
         may = torch.tensor([block for block in range(len(self.names)) if block not in stay])
         keep = best_subset(self.removal(lam).among(may), Experts(count / len(may)), EXACT)
         return tuple(may[~keep].tolist())
@@ -102,15 +104,15 @@ class BlockScores:
     def select_allowed(
         self, count: int, lam: float, kinds: Collection[Collection[int]], allowed: Callable[[tuple[int, ...]], bool]
     ) -> tuple[int, ...] | None:
-        """Like `select`, but only of the sets that a model can lose; None if no such set is found.
+        """Like `select`, but only of the sets that `allowed` accepts; None if no such set is found.
 
-        Where it cannot lose a set, one block at least stays of a kind of which the set has all.
+        If it rejects a set, at least one block remains of a kind of which the set has all.
 
         Args:
             count: the number of blocks to remove.
-            lam: as for `predict`.
+            lam: see `predict`.
             kinds: the blocks of each kind.
-            allowed: whether the model can lose a set.
+            allowed: whether a set can be removed.
         """
         queue, seen = list[tuple[float, tuple[int, ...], frozenset[int]]](), set[frozenset[int]]()
 
@@ -135,7 +137,7 @@ def score_blocks(prepared: Prepared) -> BlockScores:
     """Score every block of a dense model, by one forward and one backward pass over the calibration data.
 
     Raises:
-        MoonshotError: bad data, a block that maps its input to another shape or that no data reach, or too little
+        MoonshotError: bad data, a block that maps its input to another shape or that no data reaches, or too little
             memory.
     """
     prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=0.0))
@@ -156,7 +158,7 @@ class _Scoring:
         return not any(layer in block.layers for block in self.blocks if block.name in self.sums)
 
     def skip(self, layer: PrunableLayer) -> None:
-        """Nothing: `scores` refuses a block without a score, which no data reach."""
+        """Do nothing: `scores` raises an error for a block that no data reaches."""
 
     def visit(self, stage: Stage) -> None:
         names = {layer.name for layer in stage.layers}
@@ -173,9 +175,9 @@ class _Scoring:
             reached = name in self.sums and self.sums[name].tokens > 0
             require(reached, f"{name}: no calibration data reached this block, or nothing in it can be pruned")
         sums = [self.sums[block.name] for block in self.blocks]
-        slopes = _side_by_side([torch.cat(each.slopes) for each in sums])
-        totals = torch.stack([each.totals for each in sums])
-        message = "the updates of the blocks, or their gradients, hold NaN or infinite values"
+        slopes = _side_by_side([torch.cat(of_block.slopes) for of_block in sums])
+        totals = torch.stack([of_block.totals for of_block in sums])
+        message = "the updates of the blocks or their gradients contain NaN or infinite values"
         require(all_finite(slopes) and all_finite(totals), message, hint=NOT_FINITE)
         cosines, changes, squares, tokens = totals.unbind(1)
         names = tuple(block.name for block in self.blocks)
@@ -198,10 +200,10 @@ class _BlockSums:
         """Add the inputs and outputs of a call, [B, …, d]."""
         before, after = hidden.float(), after.float()
         cosines = cosine_similarity(before, after, dim=-1)
-        parts = [cosines, (after - before).square().sum(-1), after.square().sum(-1), torch.ones_like(cosines)]
+        by_token = [cosines, (after - before).square().sum(-1), after.square().sum(-1), torch.ones_like(cosines)]
         if mask is not None and mask.shape == cosines.shape:
-            parts = [part.masked_fill(~mask.to(part.device), 0) for part in parts]
-        self.totals += torch.stack([part.double().sum().cpu() for part in parts])
+            by_token = [values.masked_fill(~mask.to(values.device), 0) for values in by_token]
+        self.totals += torch.stack([values.double().sum().cpu() for values in by_token])
 
 
 class BlockObserver(AbstractContextManager["BlockObserver"]):
@@ -229,11 +231,11 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
         self._mask = mask
 
     def end(self) -> None:
-        """Nothing is left to do: gradients are added in the backward pass."""
+        """Do nothing: gradients are added in the backward pass."""
 
     def _observe(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden, after = split_hidden(args, kwargs)[0], first_tensor(output)
-        message = f"{name}: it maps {list(hidden.shape)} to {list(after.shape)}, so it cannot be removed"
+        message = f"{name} maps {list(hidden.shape)} to {list(after.shape)}, so it cannot be removed"
         require(hidden.shape == after.shape, message)
         change, sums = (hidden - after).detach(), self.sums[name]
         sums.add(hidden.detach(), after.detach(), self._mask)
@@ -248,7 +250,7 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
 
 
 def _merge(observer: BlockObserver, ranks: Ranks) -> None:
-    """Merge the sums of blocks, of which every process has those of its samples."""
+    """Merge the sums of the blocks over the samples of all processes."""
     for sums in observer.sums.values():
         ranks.all_reduce(sums.totals)
         sums.slopes = [slopes for process in ranks.all_gather_object(sums.slopes) for slopes in process]

@@ -38,12 +38,14 @@ def add_shrink_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target", "exactly one")
     text = "of the smaller model: a fraction of the dense one's up to 1, or a number"
     group.add_argument("--parameters", type=float, metavar="N", help=text)
-    group.add_argument("--bytes", metavar="SIZE", help='as --parameters, of its weights, or such as "2GB"')
+    group.add_argument(
+        "--bytes", metavar="SIZE", help='of the weights of the smaller model, like --parameters, or such as "2GB"'
+    )
     text = "of a forward pass on this machine: a fraction up to 1, or milliseconds"
     group.add_argument("--latency", type=float, metavar="T", help=text)
     text = "with --latency: samples and tokens of the forward pass; 1 token is decoded after a context (1 1)"
     group.add_argument("--batch-shape", nargs=2, type=int, default=(1, 1), metavar=("SAMPLES", "TOKENS"), help=text)
-    text = "of which a smaller hidden size is a multiple, such as 32 for the blocks of GGUF's Q8_0"
+    text = "a smaller hidden size is a multiple of this, such as 32 for the blocks of GGUF's Q8_0"
     parser.add_argument("--hidden-multiple", type=int, metavar="N", help=text)
     add_calibration_options(parser)
     add_data_option(parser, "--eval", "measure the model on these data sets before and after")

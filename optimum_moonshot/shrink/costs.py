@@ -1,4 +1,4 @@
-"""The cost of a smaller model: parameters or bytes, exactly, from the shapes that a configuration leaves."""
+"""The cost of a smaller model: parameters or bytes, exactly, from the shapes of its configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Size = Callable[[nn.Parameter, int], float]  # (parameter, number of its entries
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a model and of each part that may leave, in one unit."""
+    """The costs of a model and of each part that can be removed, in one unit."""
 
     unit: str  # "parameters", "bytes" or "seconds"
     dense: float  # of the whole model
@@ -25,10 +25,10 @@ class Costs:
     savings: Mapping[str, tuple[tuple[float, ...], ...]]
 
     def scaled(self, factor: float) -> "Costs":
-        """Of a model all of whose parts cost more or less by a factor."""
-        blocks = tuple(factor * each for each in self.blocks)
+        """The costs of a model all of whose parts cost more or less by a factor."""
+        blocks = tuple(factor * block for block in self.blocks)
         savings = {
-            name: tuple(tuple(factor * each for each in levels) for levels in by_block)
+            name: tuple(tuple(factor * saving for saving in levels) for levels in by_block)
             for name, by_block in self.savings.items()
         }
         return Costs(self.unit, factor * self.dense, blocks, savings)
@@ -36,8 +36,8 @@ class Costs:
     def least(self, most_blocks: int) -> float:
         """The cost without the `most_blocks` blocks that cost most, at the last level of every width."""
         saved = [sum(by_block[index][-1] for by_block in self.savings.values()) for index in range(len(self.blocks))]
-        left = [block - each for block, each in zip(self.blocks, saved, strict=True)]
-        return self.dense - sum(saved) - sum(sorted(left, reverse=True)[:most_blocks])
+        remaining = [block - saving for block, saving in zip(self.blocks, saved, strict=True)]
+        return self.dense - sum(saved) - sum(sorted(remaining, reverse=True)[:most_blocks])
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class Narrowing:
     axes: Mapping[int, int]  # id of a parameter → number
 
     def entries(self, parameter: nn.Parameter, entries: int) -> int:
-        """How many of some entries of a parameter remain; they span its shortened axes."""
+        """The number of entries of a parameter that remain of some that span its shortened axes."""
         axes = self.axes.get(id(parameter), 0)
         return entries * self.size**axes // self.width**axes
 
 
 def count_entries(parameter: nn.Parameter, entries: int) -> float:
-    """For a cost in parameters."""
+    """The cost of some entries of a parameter, in parameters."""
     return entries
 
 
 def count_bytes(parameter: nn.Parameter, entries: int) -> float:
-    """For a cost in bytes, without the headers of a file."""
+    """The cost of some entries of a parameter, in bytes, without the headers of a file."""
     return entries * parameter.element_size()
 
 
 def dense_cost(model: nn.Module, unit: str) -> float:
     """The parameters or the bytes of a model; shared parameters count once."""
     size = count_entries if unit == "parameters" else count_bytes
-    return sum(size(each, each.numel()) for each in model.parameters())
+    return sum(size(parameter, parameter.numel()) for parameter in model.parameters())
 
 
 def shape_costs(
@@ -80,7 +80,7 @@ def shape_costs(
 
     Args:
         model: dense.
-        widths: that can be reduced.
+        widths: the reducible widths.
         unit: "parameters" or "bytes".
         narrowing: the costs are those with this hidden size.
     """
@@ -93,7 +93,7 @@ def shape_costs(
     blocks = [module for _, module in find_blocks(model)]
 
     def total(module: nn.Module) -> float:
-        return sum(size(each, each.numel()) for each in module.parameters())
+        return sum(size(parameter, parameter.numel()) for parameter in module.parameters())
 
     savings = {}
     for width in widths:
@@ -102,13 +102,13 @@ def shape_costs(
             + (width.expert_cost(block, size) if isinstance(width, ExpertCount) else 0.0)
             for block in blocks
         ]
-        savings[width.name] = tuple(tuple(each * level for level in width.levels) for each in by_block)
+        savings[width.name] = tuple(tuple(cost * level for level in width.levels) for cost in by_block)
     return Costs(unit, total(model), tuple(map(total, blocks)), savings)
 
 
 def belongs(layer: PrunableLayer, block: nn.Module) -> bool:
-    """Whether a layer is inside of a block."""
-    return any(module is each for module in layer.modules for each in block.modules())
+    """Whether a layer is inside a block."""
+    return any(module is inner for module in layer.modules for inner in block.modules())
 
 
 def group_cost(

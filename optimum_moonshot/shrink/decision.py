@@ -31,7 +31,7 @@ from .widths import Width
 
 @dataclass(frozen=True)
 class Tables:
-    """Measured losses and costs of the parts of a model; they serve every target of one kind."""
+    """The measured losses and costs of the parts of a model, for every target of one kind."""
 
     widths: tuple[Width, ...]
     refused: Mapping[str, str]  # width that cannot be reduced → reason
@@ -52,10 +52,10 @@ class Tables:
 
 @dataclass(frozen=True)
 class Decision:
-    """The parts that leave a model."""
+    """The parts to remove from a model."""
 
     blocks: tuple[int, ...]
-    levels: Mapping[Width, int]  # groups that leave every layer of a width
+    levels: Mapping[Width, int]  # groups to remove from every layer of a width
     parameters: int  # of the smaller model
     report: ShrinkReport
 
@@ -74,11 +74,11 @@ def measure_tables(
     Args:
         model: dense and frozen.
         trials: measure its losses.
-        widths: that can be reduced.
-        refused: those that cannot, with the reason.
+        widths: the reducible widths.
+        refused: the others, with the reasons.
         target: determines whether latencies are measured.
         batch_shape: samples and tokens of a forward pass, for latencies.
-        experts: that can leave, with the context in which those of a trial do.
+        experts: the removable experts, with the context that removes those of a trial.
 
     Raises:
         MoonshotError: the model is small enough already, or its latency cannot be measured.
@@ -117,7 +117,7 @@ def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Dec
 
     Args:
         tables: of the model.
-        target: of the same kind as that of the tables.
+        target: of the same kind as the target of the tables.
         measured: all measurements, for the report.
 
     Raises:
@@ -134,17 +134,16 @@ def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Dec
 def decision_of(
     tables: Tables, target: Target, program: Program, chosen: Choice, measured: Mapping[str, float]
 ) -> Decision:
-    """The decision for a choice of a program, with its report; other parameters as for `decide`."""
+    """The decision for a choice of a program, with its report; the other parameters are those of `decide`."""
     costs, options = tables.costs_of(target), chosen.options
     budget = target.budget(costs.dense)
     levels = {width: width.levels[option] for width, option in zip(tables.widths, options[1:], strict=True)}
-    parameters, sizes = (tables.program(each) for each in (tables.parameters, tables.bytes))
-    after = tuple(round(each.choice(options).cost) for each in (parameters, sizes))
+    after = tuple(round(tables.program(sizes).choice(options).cost) for sizes in (tables.parameters, tables.bytes))
     report = ShrinkReport(
         unit=costs.unit,
         budget=budget,
         dense=costs.dense,
-        chosen=_candidate(program, chosen, [each.name for each in program.dimensions]),
+        chosen=_candidate(program, chosen, [dimension.name for dimension in program.dimensions]),
         blocks=tables.sets.sets[options[0]],
         widths={width.name: (width.count, width.count - level) for width, level in levels.items()},
         considered=tuple(alternatives(program, budget)),
@@ -164,7 +163,7 @@ def without_set(tables: Tables, blocks: tuple[int, ...], reason: str) -> Tables:
 
 def alternatives(program: Program, budget: float) -> list[Candidate]:
     """The best choice of every set of dimensions that reaches the budget; sets with the same choice once."""
-    names = [each.name for each in program.dimensions]
+    names = [dimension.name for dimension in program.dimensions]
     best: dict[tuple[int, ...], Candidate] = {}
     for count in range(1, len(names) + 1):
         for allowed in itertools.combinations(names, count):

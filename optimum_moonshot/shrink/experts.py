@@ -25,7 +25,7 @@ from .target import Target
 from .widths import TRIALS, Width, trial_levels
 
 EXPERTS = "experts"  # the name of their width
-WithoutExperts = Callable[[int], AbstractContextManager[None]]  # by the number of the trial
+WithoutExperts = Callable[[int], AbstractContextManager[None]]  # number of the trial → context
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,11 @@ class ExpertCount(Width):
         """The cost of one expert of a block, with its share of the router."""
         modules = set(block.modules())
         parameters = [
-            each.owner._parameters[each.key]
-            for each in self.removals[0].sliced.values()
-            if each.owner in modules and each.key in each.owner._parameters
+            sliced.owner._parameters[sliced.key]
+            for sliced in self.removals[0].sliced.values()
+            if sliced.owner in modules and sliced.key in sliced.owner._parameters
         ]
-        return sum(size(each, each.numel() // self.count) for each in parameters if each is not None)
+        return sum(size(tensor, tensor.numel() // self.count) for tensor in parameters if tensor is not None)
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -50,7 +50,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def find_experts(model: PreTrainedModel, inputs: Batch) -> tuple[ExpertCount | None, dict[str, str]]:
-    """The experts of a model in evaluation mode, if it has any that can leave; else the reason by the name.
+    """The experts of a model in evaluation mode, if some can be removed; else the reason why not, by their name.
 
     Args:
         model: dense; unchanged.
@@ -75,9 +75,9 @@ def find_experts(model: PreTrainedModel, inputs: Batch) -> tuple[ExpertCount | N
 
 def _largest(model: PreTrainedModel, mixtures: Mixtures, inputs: Batch) -> ExpertRemoval:
     """The removal of the most experts that a trial considers and the architecture allows."""
-    for part in reversed(TRIALS[1:]):
+    for sparsity in reversed(TRIALS[1:]):
         try:
-            return ExpertRemoval.plan(model, mixtures, Experts(part), inputs)
+            return ExpertRemoval.plan(model, mixtures, Experts(sparsity), inputs)
         except MoonshotError:
             continue
     return ExpertRemoval.plan(model, mixtures, Experts(TRIALS[0]), inputs)
@@ -93,7 +93,7 @@ def expert_config(config: MoonshotConfig, sparsity: float, recover: str | None =
 
 
 class ExpertTrials(MixtureProblems):
-    """The model without several numbers of experts, one for each of `removals`, for measurements; its λ is < 1."""
+    """Measurements of the model with fewer experts, by one number for each of `removals`; its λ is < 1."""
 
     def __init__(self, prepared: Prepared, removals: Sequence[ExpertRemoval]):
         super().__init__(prepared, tuple(removals[0].mixtures))
@@ -120,11 +120,11 @@ class ExpertTrials(MixtureProblems):
 def expert_trials(
     prepared: Prepared, target: Target
 ) -> tuple[tuple[ExpertCount, WithoutExperts] | None, dict[str, str]]:
-    """The experts that may leave with a context for each trial, or the reason why they stay."""
+    """The removable experts with a context for each trial, or the reason why they cannot be removed."""
     model, config = prepared.model, prepared.selection.config
     assert isinstance(model, PreTrainedModel)
     if target.field == "latency":
-        reason = "every token passes as many experts as before, so that its latency stays"
+        reason = "every token passes as many experts as before, so that the latency does not change"
         return None, {EXPERTS: reason} if has_experts(model) else {}
     with evaluation_mode(model):
         width, refused = find_experts(model, prepared.probe)

@@ -70,11 +70,11 @@ class HiddenSizes:
 
 
 def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:
-    """The residual stream of a model whose hidden size may shrink, without statistics; else the reason by its name."""
+    """The residual stream of a model whose hidden size can be reduced, without statistics; else the reason, by name."""
     config, model = prepared.selection.config, prepared.model
     assert isinstance(model, PreTrainedModel)
     if config.targets is not None or config.ignore:
-        return None, {HIDDEN: "it changes every layer, and targets or ignore leave some out"}
+        return None, {HIDDEN: "it changes every layer, and targets or ignore exclude some"}
     try:
         return find_stream(model, prepared.probe, LAM), {}
     except MoonshotError as error:
@@ -89,15 +89,15 @@ def check_reachable(
     refused: Mapping[str, str],
     multiple: int | None = None,
 ) -> None:
-    """Check before any measurement that a target in parameters or bytes is reachable if every part may leave.
+    """Check before any measurement that a target in parameters or bytes is reachable if all parts are reduced.
 
     Args:
         model: dense.
-        widths: that can be reduced.
-        stream: None if the hidden size stays.
+        widths: the reducible widths.
+        stream: None if the hidden size cannot be reduced.
         target: of the run.
-        refused: parts that stay, with the reasons.
-        multiple: as for `hidden_sizes`.
+        refused: parts that cannot be reduced, with the reasons.
+        multiple: see `hidden_sizes`.
 
     Raises:
         MoonshotError: it is not.
@@ -130,7 +130,7 @@ def hidden_sizes(
         tables: of the model.
         target: determines whether latencies are measured, of a model of each size.
         batch_shape: samples and tokens of a forward pass, for latencies.
-        multiple: of which smaller sizes are multiples; None: of a 64th of the model's.
+        multiple: smaller sizes are multiples of it; None: of a 64th of the model's.
     """
     collect_moments(stream, prepared.batches, prepared.subject.loss)
     hidden_size, dense = stream.space.width, trials.loss("dense")
@@ -202,7 +202,7 @@ class Narrowed:
         return Decision((), {}, count, report)
 
     def complete(self, report: PruneReport, tables: Tables, target: Target, measured: Mapping[str, float]) -> None:
-        """Add the smaller hidden size to a report of the parts that left the narrowed model.
+        """Add the smaller hidden size to a report of the parts that were removed from the narrowed model.
 
         Args:
             report: changed.
@@ -238,7 +238,7 @@ class Narrowed:
 
 
 def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | None:
-    """The model with the hidden size of the least predicted loss; None if that is its own.
+    """The model with the hidden size of the least predicted loss; None if that is the size of the model.
 
     Sizes that the architecture does not support are noted in `hidden`.
 

@@ -1,6 +1,6 @@
 """A smaller hidden size: `reduce_width` removes the least important directions of the residual stream.
 
-SliceGPT (arXiv 2401.15024) removes the principal directions of least variance in a basis per block, and so leaves
+SliceGPT (arXiv 2401.15024) removes the principal directions of least variance in a basis per block, and needs
 additional matrices between blocks. Here one basis P [d, d'] serves all blocks (stream.py), and the result is a stock
 model. With a = √(d'/d), every matrix that writes to the stream x computes the coordinates
 
@@ -45,7 +45,7 @@ class WidthReduction:
     parameters: tuple[int, int]  # before and after
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
+        """Convert the changes to JSON types."""
         config = {name: list(change) for name, change in self.config.items()}
         return {**vars(self), "hidden_size": [*self.hidden_size], "config": config, "parameters": [*self.parameters]}
 
@@ -65,15 +65,15 @@ def reduce_width(
         model: unchanged.
         hidden_size: of the smaller model.
         samples: batches of calibration data.
-        inputs: as for `observe_stream`.
-        lam: as for `observe_stream`.
+        inputs: see `observe_stream`.
+        lam: see `observe_stream`.
 
     Returns:
         A new model with the same dtype and device, which `save_pretrained` and `from_pretrained` support, and the
         changes. It equals `model` up to rounding if the stream has no component in the removed directions.
 
     Raises:
-        MoonshotError: as `observe_stream`; a width that the architecture does not support; or the smaller model does
+        MoonshotError: like `observe_stream`; a width that the architecture does not support; or the smaller model does
             not compute what the model computes without the directions.
     """
     return cut_stream(observe_stream(model, samples, inputs, lam), hidden_size)
@@ -88,35 +88,35 @@ def cut_stream(stream: Stream, hidden_size: int) -> tuple[PreTrainedModel, Width
         hidden_size: of the smaller model.
 
     Returns:
-        As `reduce_width`.
+        The smaller model and the changes, like `reduce_width`.
 
     Raises:
-        MoonshotError: as `reduce_width`, except for the statistics.
+        MoonshotError: like `reduce_width`, except for the statistics.
     """
     model, width = stream.model, stream.space.width
     valid = type(hidden_size) is int and 0 < hidden_size <= width
     require(valid, f"{type(model).__name__} has {width}", field="hidden_size", value=hidden_size)
-    kept = stream.directions(hidden_size)
-    state = _state(stream, kept)
+    directions = stream.directions(hidden_size)
+    state = _state(stream, directions)
     config = _configuration(model, width, hidden_size, {name: tensor.shape for name, tensor in state.items()})
     small = build_smaller(model, config, state)
     _verify(stream, small, hidden_size)
     before, after = dict(whole_numbers(model.config)), dict(whole_numbers(config))
     changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
     parameters = (model.num_parameters(), small.num_parameters())
-    return small, WidthReduction((width, hidden_size), stream.removed_variance(kept), changes, parameters)
+    return small, WidthReduction((width, hidden_size), stream.removed_variance(directions), changes, parameters)
 
 
-def _state(stream: Stream, kept: Tensor) -> dict[str, Tensor]:
+def _state(stream: Stream, directions: Tensor) -> dict[str, Tensor]:
     """The tensors of the smaller model; tied ones are computed once."""
-    width, size = kept.shape
+    width, size = directions.shape
     factor = (size / width) ** 0.5  # a
     changes: dict[Any, dict[int, Callable[[], Tensor]]] = {}  # id of a parameter → axis → its change [d, d']
     values: dict[Any, Tensor] = {}  # of norms
 
-    @lru_cache(maxsize=1)  # in float64, those of all norms would take more memory than a bfloat16 model
+    @lru_cache(maxsize=1)  # in float64, the matrices of all norms would need more memory than a bfloat16 model
     def reading(norm: Folding) -> Tensor:
-        return gain_of(norm, width)[:, None] * stream.readout(norm, kept) / factor
+        return gain_of(norm, width)[:, None] * stream.readout(norm, directions) / factor
 
     for norm in stream.moments:
         rms = norm.norm
@@ -126,13 +126,13 @@ def _state(stream: Stream, kept: Tensor) -> dict[str, Tensor]:
         if rms.weight is not None:
             new = torch.ones(size)
             if norm is stream.tied:
-                new = stream.tied_gain(kept, stream.readout(norm, kept)) / factor**2
+                new = stream.tied_gain(directions, stream.readout(norm, directions)) / factor**2
             values[id(rms.module._parameters[rms.weight])] = (new - rms.offset) / rms.slope
-    writing = factor * kept
+    writing = factor * directions
     for place in stream.space.places:
         if place.writes:
             changes.setdefault(id(place.at.parameter), {})[place.at.axis] = lambda: writing
-    parameters = {name: id(each) for name, each in stream.model.named_parameters(remove_duplicate=False)}
+    parameters = {name: id(parameter) for name, parameter in stream.model.named_parameters(remove_duplicate=False)}
     state: dict[str, Tensor] = {}
     done: dict[Any, Tensor] = {}
     for name, tensor in stream.model.state_dict().items():
@@ -220,7 +220,7 @@ def narrow_model(
     """Implement `MoonshotPruner.reduce_width`.
 
     Raises:
-        MoonshotError: bad data, or as `reduce_width`; the model is unchanged.
+        MoonshotError: bad data, or like `reduce_width`; the model is unchanged.
     """
     calibration = config.calibration if calibration is None else calibration
     require(calibration is not None, "directions are ranked on data; give some", field="calibration", value=None)

@@ -1,4 +1,4 @@
-"""The latency of a model and its parts on the machine at hand: medians of timed calls of single blocks.
+"""The latency of a model and its parts on this machine: medians of timed calls of single blocks.
 
 A block of another width is made from the smaller configuration, with random weights. One token per sample is decoded
 after a context in the cache; more are a prefill without a cache.
@@ -43,7 +43,7 @@ class _Calls:
         self.ids = torch.randint(vocabulary_size(model), (samples, length), generator=generator).to(self.device)
 
     def seconds(self) -> float:
-        """Of the whole model."""
+        """The median seconds of a call of the whole model."""
         if not self.decodes:
             return timed(lambda _: self.model(input_ids=self.ids, use_cache=False), self.device)
         filled = DynamicCache(config=self.model.config)
@@ -87,7 +87,7 @@ def check_timed(model: PreTrainedModel, batch_shape: tuple[int, int]) -> None:
 
     Args:
         model: to be timed.
-        batch_shape: as for `model_latency`.
+        batch_shape: see `model_latency`.
 
     Raises:
         MoonshotError: its inputs are other than token ids, or it has too few positions.
@@ -102,7 +102,7 @@ def check_timed(model: PreTrainedModel, batch_shape: tuple[int, int]) -> None:
 
 
 def as_measured(keep: Keep, model: PreTrainedModel, batch_shape: tuple[int, int]) -> Keep:
-    """`keep` with names that state how latencies are measured: those by other inputs or devices do not serve."""
+    """`keep` with names that state how latencies are measured, so that other inputs or devices are measured anew."""
     samples, tokens = batch_shape
     conditions = f"{samples}x{tokens} tokens on {device_name(model_device(model))}"
     return lambda name, measure: keep(f"{name}, {conditions}", measure)
@@ -117,10 +117,10 @@ def timed(call: Callable[[DynamicCache | None], Any], device: torch.device, cach
     """The median seconds of a call, which is repeated, each time with a copy of the cache."""
     times: list[float] = []
     while len(times) < WARM_UP + CALLS or sum(times[WARM_UP:]) < SECONDS:
-        each = copy.deepcopy(cache)
+        copied = copy.deepcopy(cache)
         wait_for(device)
         started = time.perf_counter()
-        call(each)
+        call(copied)
         wait_for(device)
         times.append(time.perf_counter() - started)
     return median(times[WARM_UP:])
@@ -135,7 +135,7 @@ def model_latency(model: PreTrainedModel, batch_shape: tuple[int, int]) -> float
         batch_shape: samples, and tokens of each; 1 token is decoded after a context.
 
     Raises:
-        MoonshotError: as `check_timed`.
+        MoonshotError: like `check_timed`.
     """
     with evaluation_mode(model):
         return _Calls(model, batch_shape).seconds()
@@ -152,12 +152,12 @@ def latency_costs(
 
     Args:
         model: a causal language model, dense.
-        widths: that can be reduced.
-        batch_shape: as for `model_latency`.
+        widths: the reducible widths.
+        batch_shape: see `model_latency`.
         keep: returns the earlier measurement of a name, if there is one, or the function's, which it stores.
 
     Raises:
-        MoonshotError: as `model_latency`.
+        MoonshotError: like `model_latency`.
     """
     keep = as_measured(keep, model, batch_shape)
     with evaluation_mode(model):
@@ -200,19 +200,19 @@ def _ascending(points: Mapping[int, float]) -> list[float]:
 
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:
-    return type(module), tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
+    return type(module), tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
 
 
 def random_block(model: PreTrainedModel, config: PreTrainedConfig, name: str) -> nn.Module:
     """The block of this name in a model of the same class, dtype and device with random weights, made alone."""
     with torch.device("meta"):
         block = type(model)(config).get_submodule(name)
-    like = next(model.parameters())
-    block = block.to(like.dtype).to_empty(device=like.device).eval()
-    with preserved_random_state(like.device):
+    first = next(model.parameters())
+    block = block.to(first.dtype).to_empty(device=first.device).eval()
+    with preserved_random_state(first.device):
         for tensor in (*block.parameters(), *block.buffers()):
             if tensor.is_floating_point():
-                tensor.data.copy_(0.02 * torch.randn(tensor.shape, device=like.device))
+                tensor.data.copy_(0.02 * torch.randn(tensor.shape, device=first.device))
             else:
                 tensor.data.zero_()
     return block

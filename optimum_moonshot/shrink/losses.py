@@ -2,11 +2,11 @@
 
 The loss of a width is measured at a few levels with the weights that OSSCAR finds for them in all blocks, and
 interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That of a set of blocks is measured without
-them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; what a
-removed block would have lost in a width is subtracted, by the share of each block, which is measured at one level.
+them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; the share
+of a removed block in the loss of a width, which is measured at one level, is subtracted.
 
-The sets of blocks to measure are those with the least loss by the two objectives (blocks.py), each objective alone, up
-to the number of blocks that reaches the target alone.
+The measured sets of blocks are those with the least loss by either of the two objectives (blocks.py), up to the number
+of blocks that reaches the target alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ from .experts import ExpertCount, WithoutExperts
 from .program import Dimension, Program
 from .widths import TRIALS, Width, trial_levels
 
-# The largest fraction of the blocks that may leave.
+# The largest fraction of the blocks that is removed.
 MOST_BLOCKS = 0.5
 BLOCKS = "blocks"  # the name of their dimension
 HIDDEN = "hidden size"
 
 
-class Measured(Protocol):
-    """A model whose loss can be measured in parts; the measurements are kept for a resumed run."""
+class MeasurableModel(Protocol):
+    """A model whose loss can be measured without some parts; the measurements are stored for a resumed run."""
 
     def loss(
         self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False
@@ -46,12 +46,12 @@ class Measured(Protocol):
         """A context in which some blocks return their input."""
 
     def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
-        """Sets of so many blocks whose loss is to be measured; none if the model cannot lose as many."""
+        """Sets of this many blocks whose loss is to be measured; none if as many cannot be removed."""
 
 
 @dataclass(frozen=True)
 class WidthLosses:
-    """Of every level of a width."""
+    """The losses of every level of a width."""
 
     losses: tuple[float, ...]
     shares: tuple[float, ...]  # of each block, with the sum 1
@@ -59,7 +59,7 @@ class WidthLosses:
 
 @dataclass(frozen=True)
 class BlockSets:
-    """One set of 0, 1, 2, … blocks, as far as the model can lose so many, with the loss without each."""
+    """One set of 0, 1, 2, … blocks, as far as so many can be removed, with the loss without each."""
 
     sets: tuple[tuple[int, ...], ...]
     losses: tuple[float, ...]
@@ -70,58 +70,58 @@ class BlockSets:
         return BlockSets(*map(tuple, zip(*pairs, strict=True)))
 
 
-def width_losses(measured: Measured, width: Width, blocks: Sequence[Sequence[PrunableLayer]]) -> WidthLosses:
+def width_losses(model: MeasurableModel, width: Width, blocks: Sequence[Sequence[PrunableLayer]]) -> WidthLosses:
     """Measure a width.
 
     Args:
-        measured: the model.
+        model: dense.
         width: with at least two levels.
         blocks: the layers of every block.
     """
-    dense, members = measured.loss("dense", few=True), [layer for layer, _ in width.members]
+    dense, members = model.loss("dense", few=True), [layer for layer, _ in width.members]
     levels = trial_levels(width)
-    losses = level_losses(measured, width, lambda trial: measured.pruned(trial, members))
+    losses = level_losses(model, width, lambda trial: model.pruned(trial, members))
     middle = len(TRIALS) // 2
     shares = []
     for index, layers in enumerate(blocks):
         inside = [layer for layer in layers if layer in members]
         key = f"{width.name} without {levels[middle]} in block {index}"
-        change = partial(measured.pruned, middle, inside)
-        shares.append(max(0.0, measured.loss(key, change, few=True) - dense) if inside else 0.0)
+        change = partial(model.pruned, middle, inside)
+        shares.append(max(0.0, model.loss(key, change, few=True) - dense) if inside else 0.0)
     total = sum(shares)
-    shares = [each / total for each in shares] if total else [1 / len(blocks)] * len(blocks)
+    shares = [share / total for share in shares] if total else [1 / len(blocks)] * len(blocks)
     return WidthLosses(losses, tuple(shares))
 
 
 def expert_losses(
-    measured: Measured, width: ExpertCount, without: WithoutExperts, blocks: Sequence[nn.Module]
+    model: MeasurableModel, width: ExpertCount, without: WithoutExperts, blocks: Sequence[nn.Module]
 ) -> WidthLosses:
-    """Measure the experts; blocks with a mixture have equal shares, since all lose experts together.
+    """Measure the experts; blocks with a mixture have equal shares, since experts are removed from all together.
 
     Args:
-        measured: the model.
+        model: dense.
         width: with at least two levels.
         without: returns a context in which the model lacks the experts of a trial.
         blocks: of the model.
     """
     shares = [float(width.expert_cost(block, count_entries) > 0) for block in blocks]
-    return WidthLosses(level_losses(measured, width, without), tuple(share / sum(shares) for share in shares))
+    return WidthLosses(level_losses(model, width, without), tuple(share / sum(shares) for share in shares))
 
 
 def level_losses(
-    measured: Measured, width: Width, changed: Callable[[int], AbstractContextManager[None]]
+    model: MeasurableModel, width: Width, changed: Callable[[int], AbstractContextManager[None]]
 ) -> tuple[float, ...]:
     """The loss of every level of a width.
 
     Args:
-        measured: the model.
+        model: dense.
         width: with at least two levels.
         changed: returns a context with the level of a trial in all blocks.
     """
-    dense, points = measured.loss("dense"), {0: 0.0}
+    dense, points = model.loss("dense"), {0: 0.0}
     for trial, level in enumerate(trial_levels(width)):
         if level not in points:
-            loss = measured.loss(f"{width.name} without {level}", partial(changed, trial)) - dense
+            loss = model.loss(f"{width.name} without {level}", partial(changed, trial)) - dense
             points[level] = max(loss, *points.values())
     return interpolated(points, width.levels)
 
@@ -135,15 +135,15 @@ def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float
     return tuple(map(float, inside + slope * (at - x[-1]).clip(min=0)))
 
 
-def block_sets(measured: Measured, most: int) -> BlockSets:
+def block_sets(model: MeasurableModel, most: int) -> BlockSets:
     """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples."""
-    dense, sets, losses = measured.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
+    dense, sets, losses = model.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
 
     def without(blocks: tuple[int, ...], few: bool = False) -> float:
-        return measured.loss(f"without blocks {', '.join(map(str, blocks))}", partial(measured.without, blocks), few)
+        return model.loss(f"without blocks {', '.join(map(str, blocks))}", partial(model.without, blocks), few)
 
     for size in range(1, most + 1):
-        candidates = measured.candidates(size)
+        candidates = model.candidates(size)
         if candidates:
             best = candidates[0] if len(candidates) == 1 else min(candidates, key=lambda blocks: without(blocks, True))
             sets.append(best)
@@ -153,9 +153,9 @@ def block_sets(measured: Measured, most: int) -> BlockSets:
 
 def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthLosses], sets: BlockSets) -> Program:
     """The program of all combinations of a set of blocks and a level of every width."""
-    gone = [sum(costs.blocks[block] for block in blocks) for blocks in sets.sets]
+    savings_of_sets = [sum(costs.blocks[block] for block in blocks) for blocks in sets.sets]
     numbers = tuple(map(len, sets.sets))
-    dimensions = [Dimension(BLOCKS, numbers, sets.losses, tuple(-each for each in gone))]
+    dimensions = [Dimension(BLOCKS, numbers, sets.losses, tuple(-saving for saving in savings_of_sets))]
     loss_pairs, cost_pairs = {}, {}
     for index, (width, loss) in enumerate(zip(widths, losses, strict=True), 1):
         savings = np.array(costs.savings[width.name])  # [blocks, levels]

@@ -1,4 +1,4 @@
-"""Measure the losses and costs of the parts that a model can lose."""
+"""Measure the losses and costs of the removable parts of a model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .widths import find_widths
 
 
 def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
-    """The tables of losses and costs, the hidden sizes unless it was `narrowed` or stays, and all measurements."""
+    """The losses and costs, the hidden sizes if reducible and not `narrowed` yet, and all measurements."""
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
@@ -30,9 +30,9 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
     assert isinstance(pattern, Structured)
     with frozen(model):
         widths, refused = find_widths(model, prepared.probe, names, pattern.group)
-        experts, kept = expert_trials(prepared, run.target)
-        stream, stays = (None, {}) if narrowed else find_hidden(prepared)
-        refused = {**refused, **kept, **stays}
+        experts, no_experts = expert_trials(prepared, run.target)
+        stream, no_hidden = (None, {}) if narrowed else find_hidden(prepared)
+        refused = {**refused, **no_experts, **no_hidden}
         reduced = widths if experts is None else [*widths, experts[0]]
         check_reachable(model, reduced, stream, run.target, refused, run.hidden_multiple)
         trials = Trials(prepared, widths, _solve, run.resume_dir)

@@ -30,12 +30,12 @@ def apply_decision(
 
     Args:
         run: the request.
-        decision: the parts that leave.
+        decision: the parts to remove.
         model: a copy without the blocks of the decision.
-        removal: that of the blocks; None if all remain.
+        removal: the removal of the blocks; None if all remain.
 
     Raises:
-        MoonshotError: as `prune_model`, or the architecture has no configuration of these widths.
+        MoonshotError: like `prune_model`, or the architecture has no configuration of these widths.
     """
     with called_by(model, run.forward), evaluation_mode(run.teacher):
         model, report = _pruned(run, decision, model, removal)
@@ -44,7 +44,7 @@ def apply_decision(
 
 
 def without_blocks(run: Shrinking, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
-    """A copy of the model without some blocks; a narrowed model is the run's own, and is not copied."""
+    """A copy of the model without some blocks; a narrowed model belongs to the run, and is not copied."""
     if blocks:
         return remove_blocks(run.model, blocks, copies=not run.subject.narrowed)
     return run.model if run.subject.narrowed else copy.deepcopy(run.model), None
@@ -58,17 +58,17 @@ def _pruned(
     experts = sum(width.sparsity(level) for width, level in decision.levels.items() if isinstance(width, ExpertCount))
     narrower, recover, reports = any(levels.values()), run.config.recover, list[PruneReport]()
     if experts:
-        here = None if narrower or recover == "distill" else recover
-        subject, config = run.smaller(model, decision.blocks), expert_config(run.config, experts, here)
+        recovering = None if narrower or recover == "distill" else recover
+        subject, config = run.smaller(model, decision.blocks), expert_config(run.config, experts, recovering)
         report, _ = prune_experts(subject, config, run.calibration, run.folder("experts"))
         reports.append(report)
     if not experts or narrower or recover == "distill":
         model, report = _structured(run, levels, decision.blocks, model)
-        report.layers = [*(layer for each in reports for layer in each.layers), *report.layers]
+        report.layers = [*(layer for earlier in reports for layer in earlier.layers), *report.layers]
         reports.append(report)
     changes = {} if removal is None else {name: list(change) for name, change in removal.config.items()}
-    for each in reports:
-        changes |= {} if each.compaction is None else each.compaction["config"]
+    for step in reports:
+        changes |= {} if step.compaction is None else step.compaction["config"]
     empty = Compaction({}, {}, {}, (0, 0)).to_dict()
     parameters = [decision.report.parameters[0], model.num_parameters()]
     report.compaction = {**empty, **(report.compaction or {}), "config": changes, "parameters": parameters}
@@ -80,8 +80,8 @@ def _allocation(
 ) -> dict[str, float | str]:
     """The sparsity of each layer of the copy, whose blocks have other names where some are missing."""
     names = [name for name, _ in find_blocks(run.model)]
-    left = [name for index, name in enumerate(names) if index not in blocks]
-    renamed = dict(zip(left, (name for name, _ in find_blocks(model)), strict=True))
+    remaining = [name for index, name in enumerate(names) if index not in blocks]
+    renamed = dict(zip(remaining, (name for name, _ in find_blocks(model)), strict=True))
     return {
         new + layer.name.removeprefix(old): width.sparsity(level)
         for width, level in levels.items()
@@ -100,11 +100,11 @@ def _structured(
     heads = any(level and width.members[0][1].size > 1 for width, level in levels.items())
     lam = config.lam if config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
     config = dataclasses.replace(config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
-    without = config.recover is not None and config.recover != "distill" and not narrower and not subject.narrowed
-    config = dataclasses.replace(config, recover=None) if without else config
+    skipped = config.recover is not None and config.recover != "distill" and not narrower and not subject.narrowed
+    config = dataclasses.replace(config, recover=None) if skipped else config
     report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
-    if without:
-        report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads left the blocks")
+    if skipped:
+        report.notes.append(f"recover={run.config.recover!r} had nothing to tune: no neurons or heads were removed")
     if narrower:
         model, _ = compact_pruned(model, report)
     return model, report
@@ -112,16 +112,18 @@ def _structured(
 
 def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report: PruneReport) -> None:
     """Check the size of the smaller model, and add the decision to its report and record."""
-    left, expected = model.num_parameters(), decision.parameters
-    message = f"the smaller model has {left:,} parameters, not {expected:,}: the architecture has no such configuration"
-    require(left == expected, message)
+    actual, expected = model.num_parameters(), decision.parameters
+    message = (
+        f"the smaller model has {actual:,} parameters, not {expected:,}: the architecture has no such configuration"
+    )
+    require(actual == expected, message)
     shrunk = decision.report
     if run.target.field == "latency":
         seconds = (shrunk.dense, run.cost_of(model))
         shrunk = dataclasses.replace(shrunk, batch_shape=run.batch_shape, seconds=seconds)
         if seconds[1] > shrunk.budget:
             latencies = f"{1e3 * seconds[1]:.4g} ms, the target {1e3 * shrunk.budget:.4g} ms"
-            report.notes.append(f"the latency of the smaller model, {latencies}: that of its parts predicted less")
+            report.notes.append(f"the latency of the smaller model is {latencies}: its parts predicted less")
     report.shrink = shrunk
     attach_decision(model, report)
 

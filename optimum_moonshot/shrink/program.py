@@ -1,7 +1,7 @@
 """The integer program of a decision: one option of every dimension, at the least loss within a budget.
 
-A dimension is a property of the smaller model with several values, its options: the neurons that leave every block, the
-heads, the blocks. With x_ia = 1 where dimension i has option a, loss and cost are
+A dimension is a property of the smaller model with several values, its options: the neurons that are removed from every
+block, the heads, the blocks. With x_ia = 1 where dimension i has option a, loss and cost are
 
     Σ_i Σ_a l_ia x_ia  +  Σ_i<j Σ_ab l_ijab x_ia x_jb,    and Σ_a x_ia = 1,
 
@@ -65,8 +65,8 @@ class Program:
     def best(self, budget: float, allowed: frozenset[str] | None = None) -> Choice | None:
         """The choice with the least loss that costs at most `budget`; None if none does.
 
-        Of choices with this loss, up to the tolerance of the solver, it is the one with the largest cost: nothing
-        leaves that the budget does not demand.
+        Of choices with this loss, up to the tolerance of the solver, it is the one with the largest cost: nothing is
+        removed that the budget does not demand.
 
         Args:
             budget: in units of the costs.
@@ -97,18 +97,18 @@ class Program:
 
     @property
     def _losses(self) -> NDArray[np.float64]:
-        return self._coefficients([each.losses for each in self.dimensions], self.loss_pairs)
+        return self._coefficients([dimension.losses for dimension in self.dimensions], self.loss_pairs)
 
     @property
     def _costs(self) -> NDArray[np.float64]:
-        return self._coefficients([each.costs for each in self.dimensions], self.cost_pairs)
+        return self._coefficients([dimension.costs for dimension in self.dimensions], self.cost_pairs)
 
     @cached_property
     def _keys(self) -> list[tuple[int, int]]:
         return sorted({*self.loss_pairs, *self.cost_pairs})
 
     def _coefficients(self, singles: list[tuple[float, ...]], pairs: Pairs) -> NDArray[np.float64]:
-        """Of all variables: x of every dimension, then z of every pair."""
+        """The coefficients of all variables: x of every dimension, then z of every pair."""
         shapes = {(i, j): (len(singles[i]), len(singles[j])) for i, j in self._keys}
         products = [np.broadcast_to(pairs.get(key, np.zeros(())), shapes[key]).ravel() for key in self._keys]
         return np.concatenate([*map(np.asarray, singles), *products])
@@ -116,7 +116,7 @@ class Program:
     @cached_property
     def _structure(self) -> tuple[csr_array, NDArray[np.float64]]:
         """The equations between the variables: matrix and right-hand side."""
-        counts = [len(each.removed) for each in self.dimensions]
+        counts = [len(dimension.removed) for dimension in self.dimensions]
         starts = np.concatenate([[0], np.cumsum(counts)])
         total = int(starts[-1]) + sum(counts[i] * counts[j] for i, j in self._keys)
         rows, right, offset = list[tuple[NDArray[np.int64], int]](), list[float](), int(starts[-1])
@@ -133,10 +133,8 @@ class Program:
         for ones, minus in rows:
             columns = np.append(ones, minus) if minus >= 0 else ones
             values = np.append(np.ones(len(ones)), -1.0) if minus >= 0 else np.ones(len(ones))
-            places = (
-                np.zeros(len(columns), dtype=np.int32),
-                columns.astype(np.int32),
-            )  # `milp` of scipy 1.13 takes no int64
+            # `milp` of scipy 1.13 does not support int64.
+            places = np.zeros(len(columns), dtype=np.int32), columns.astype(np.int32)
             matrices.append(csr_array((values, places), shape=(1, total)))
         return vstack(matrices, format="csr"), np.array(right)
 
@@ -173,8 +171,8 @@ class Program:
             return None
         if result.x is None:
             raise MoonshotError(f"the integer program was not solved: {result.message}")
-        parts = np.split(result.x[:start], np.cumsum([len(each.removed) for each in self.dimensions])[:-1])
-        return tuple(int(part.argmax()) for part in parts)
+        ends = np.cumsum([len(dimension.removed) for dimension in self.dimensions])[:-1]
+        return tuple(int(options.argmax()) for options in np.split(result.x[:start], ends))
 
 
 def _scale(coefficients: NDArray[np.float64]) -> float:

@@ -1,4 +1,4 @@
-"""The report of a decision: which parts of a model leave, at which predicted loss, and the alternatives."""
+"""The report of a decision: the parts of a model to remove, their predicted loss, and the alternatives."""
 
 import dataclasses
 from typing import Any
@@ -9,10 +9,10 @@ from ..reports.tables import text_table
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A combination of parts that may leave."""
+    """A combination of parts to remove."""
 
     allowed: tuple[str, ...]  # the dimensions among which it is the best
-    removed: dict[str, int]  # dimension → number that leaves: blocks, or neurons or heads of every block
+    removed: dict[str, int]  # dimension → number removed: blocks, or neurons or heads of every block
     loss: float  # predicted increase of the mean calibration loss
     cost: float  # in the unit of the target
 
@@ -34,7 +34,7 @@ class ShrinkReport(JsonFields):
     measured: dict[str, float]  # every measurement, by its name
     parameters: tuple[Size, Size]  # before and after
     bytes: tuple[int, int]  # of the parameters
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # part that cannot leave → reason
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # part that cannot be removed → reason
     hidden_size: tuple[int, int] | None = None  # before and after, if it changes
     batch_shape: tuple[int, int] | None = None  # samples and tokens, for a target in seconds
     seconds: tuple[float, float] | None = None  # of a forward pass before and after, for a target in seconds
@@ -45,7 +45,9 @@ class ShrinkReport(JsonFields):
         changes += [] if self.hidden_size is None else ["hidden size {} → {}".format(*self.hidden_size)]
         changes += [f"without blocks {', '.join(map(str, self.blocks))}"] if self.blocks else []
         before, after = self.parameters
-        latency = "" if self.seconds is None else "; {:.3g} → {:.3g} ms".format(*(1e3 * each for each in self.seconds))
+        latency = (
+            "" if self.seconds is None else "; {:.3g} → {:.3g} ms".format(*(1e3 * seconds for seconds in self.seconds))
+        )
         share = f"{before:,} → {after:,} parameters ({after / before:.4f})"
         return f"{share}: {', '.join(changes)}; predicted loss +{self.chosen.loss:.4f}{latency}"
 
@@ -55,19 +57,19 @@ class ShrinkReport(JsonFields):
         Args:
             width: characters per line.
         """
-        names = list(dict.fromkeys(name for each in self.considered for name in each.removed))
+        names = list(dict.fromkeys(name for candidate in self.considered for name in candidate.removed))
         headers = ["removing", *(f"{name} removed" for name in names), self.unit, "predicted loss"]
         number = (lambda cost: f"{1e3 * cost:.3f} ms") if self.unit == "seconds" else (lambda cost: f"{cost:,.0f}")
         rows = [
             [
-                " + ".join(each.allowed),
-                *(str(each.removed.get(name, 0)) for name in names),
-                number(each.cost),
-                f"+{each.loss:.4f}",
+                " + ".join(candidate.allowed),
+                *(str(candidate.removed.get(name, 0)) for name in names),
+                number(candidate.cost),
+                f"+{candidate.loss:.4f}",
             ]
-            for each in sorted(self.considered, key=lambda each: each.loss)
+            for candidate in sorted(self.considered, key=lambda candidate: candidate.loss)
         ]
-        refused = [f"stays: {name} ({reason})" for name, reason in self.refused.items()]
+        refused = [f"not removed: {name} ({reason})" for name, reason in self.refused.items()]
         return "\n".join([text_table(headers, rows, width, left=headers[:1]), *refused, self.line()])
 
     def summary(self) -> dict[str, Any]:

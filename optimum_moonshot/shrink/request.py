@@ -36,7 +36,7 @@ class Shrinking:
     batch_shape: tuple[int, int]  # of a forward pass, for a target in seconds
     forward: Forward | None
     resume_dir: Path | None
-    hidden_multiple: int | None = None  # of which a smaller hidden size is a multiple
+    hidden_multiple: int | None = None  # a smaller hidden size is a multiple of it
 
     @property
     def model(self) -> PreTrainedModel:
@@ -45,7 +45,7 @@ class Shrinking:
 
     @property
     def teacher(self) -> PreTrainedModel:
-        """The model that a recovery reproduces: the dense one, before any part left."""
+        """The model that a recovery reproduces: the dense one, with all parts."""
         teacher = self.subject.teacher
         model = self.model if teacher is None else teacher.model
         assert isinstance(model, PreTrainedModel)
@@ -103,7 +103,7 @@ def check_request(
         calibration: the data, not yet read.
         target: of the run.
         batch_shape: of a forward pass, for a target in seconds.
-        hidden_multiple: of which a smaller hidden size is a multiple.
+        hidden_multiple: a smaller hidden size is a multiple of it.
 
     Raises:
         MoonshotError: a field that contradicts a target, no data, several processes, offloaded blocks, or a model
@@ -115,7 +115,7 @@ def check_request(
     model, pattern = subject.model, config.parsed_pattern
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
-    message = "a smaller model loses whole neurons and heads"
+    message = "a smaller model has fewer neurons and heads"
     require(isinstance(pattern, Structured), message, field="pattern", value=config.pattern, hint=hint)
     message = "the target determines it; leave it at 0"
     require(not config.sparsity, message, field="sparsity", value=config.sparsity)

@@ -49,7 +49,7 @@ def shrink_model(
     narrowed = None if hidden is None else narrow(hidden, tables, target)
     if hidden is not None and narrowed is None:
         tables = dataclasses.replace(tables, refused={**tables.refused, **hidden.refused})
-    del hidden  # its statistics take a third of the memory of a Llama in float32, two thirds in bfloat16
+    del hidden  # the statistics need a third of the memory of a Llama in float32, two thirds in bfloat16
     if narrowed is None:
         model, report = remove_parts(run, tables, measured)
     else:
@@ -60,10 +60,10 @@ def shrink_model(
 
 
 def remove_parts(run: Shrinking, tables: Tables, measured: Mapping[str, float]) -> tuple[PreTrainedModel, PruneReport]:
-    """Decide which blocks, neurons and heads leave, and remove them.
+    """Decide which blocks, neurons and heads to remove, and remove them.
 
     Raises:
-        MoonshotError: as `shrink_model`.
+        MoonshotError: like `shrink_model`.
     """
     while True:
         decision = decide(tables, run.target, measured)
@@ -80,10 +80,10 @@ def remove_parts(run: Shrinking, tables: Tables, measured: Mapping[str, float]) 
 def shrink_narrowed(
     run: Shrinking, tables: Tables, narrowed: Narrowed, measured: Mapping[str, float]
 ) -> tuple[PreTrainedModel, PruneReport]:
-    """Remove further parts of a model with a smaller hidden size, unless that reaches the target already.
+    """Remove further parts of a model with a smaller hidden size, unless it is small enough already.
 
     Raises:
-        MoonshotError: as `shrink_model`.
+        MoonshotError: like `shrink_model`.
     """
     costs = tables.costs_of(run.target)
     budget, cost = run.target.budget(costs.dense), run.cost_of(narrowed.model)

@@ -1,6 +1,6 @@
 """The residual stream of a model, and how important its directions are: statistics of a smaller hidden size.
 
-With the d' kept directions in the columns of P [d, d'], a matrix W behind an RMS norm n with gain γ becomes
+With the d' remaining directions in the columns of P [d, d'], a matrix W behind an RMS norm n with gain γ becomes
 ``W diag(γ) M`` on the coordinates Pᵀ n(P Pᵀ x) of the stream x. M = P is exact for x in the span of P; otherwise the
 least-squares readout is better: with C = Σ n(x) n(x)ᵀ of a norm's outputs over the calibration tokens, and the share
 e = tr(Pᵀ C P) / tr C of their variance,
@@ -71,15 +71,15 @@ class Stream:
 
     def directions(self, hidden_size: int) -> Tensor:
         """P, [d, d'] in float64."""
-        kept = self.eigen()[1][:, :hidden_size]
+        leading = self.eigen()[1][:, :hidden_size]
         if self.tied is None:
-            return kept
-        return kept @ torch.linalg.eigh(kept.T @ (gain_of(self.tied, len(kept))[:, None] * kept))[1]
+            return leading
+        return leading @ torch.linalg.eigh(leading.T @ (gain_of(self.tied, len(leading))[:, None] * leading))[1]
 
     def projection(self, hidden_size: int) -> Tensor:
-        """a P, [d, d'] in float64: a hidden state x is ``x @ projection`` in the smaller model (width.py)."""
-        kept = self.directions(hidden_size)
-        return (hidden_size / len(kept)) ** 0.5 * kept
+        """a P, [d, d'] in float64: a hidden state x is ``x @ projection`` in the smaller model (hidden_size.py)."""
+        directions = self.directions(hidden_size)
+        return (hidden_size / len(directions)) ** 0.5 * directions
 
     def readout(self, norm: Folding, kept: Tensor) -> Tensor:
         """M of a norm, [d, d']; √e · P of the norm before a tied head."""
@@ -104,7 +104,7 @@ class Stream:
 
     @property
     def axes(self) -> dict[int, int]:
-        """Of each parameter with the width of the stream, by its id, the number of axes that have it."""
+        """The number of axes with the width of the stream, by the id of the parameter."""
         places = {(id(place.at.parameter), place.at.axis) for place in self.space.places}
         norms = [norm.norm for norm in self.space.norms]
         gains = {(id(norm.module._parameters[norm.weight]), 0) for norm in norms if norm.weight is not None}
@@ -114,7 +114,7 @@ class Stream:
     def narrowed(self, hidden_size: int) -> Iterator[None]:
         """A context in which the model computes what the smaller model does.
 
-        Its norms read and return the remaining directions alone; its weights do not change.
+        The norms use the remaining directions alone; the weights do not change.
         """
         kept = self.directions(hidden_size)
         double = next(self.model.parameters()).dtype == torch.float64
@@ -145,17 +145,17 @@ def observe_stream(
     """Find the residual stream of a model, and collect its statistics in one pass over the calibration data.
 
     Args:
-        model: as for `find_stream`.
-        samples: as for `collect_moments`.
-        inputs: as for `find_stream`.
-        lam: as for `find_stream`.
-        loss: as for `collect_moments`.
+        model: see `find_stream`.
+        samples: see `collect_moments`.
+        inputs: see `find_stream`.
+        lam: see `find_stream`.
+        loss: see `collect_moments`.
 
     Returns:
-        The statistics, which serve every width.
+        The stream, with statistics for every width.
 
     Raises:
-        MoonshotError: as `find_stream` and `collect_moments`.
+        MoonshotError: like `find_stream` and `collect_moments`.
     """
     stream = find_stream(model, inputs, lam)
     collect_moments(stream, samples, loss)
@@ -174,7 +174,7 @@ def find_stream(model: PreTrainedModel, inputs: Batch | None = None, lam: float 
         The stream, without statistics.
 
     Raises:
-        MoonshotError: the model has no residual stream whose basis may change, or reads it other than through RMS
+        MoonshotError: the model has no residual stream whose basis may change, or uses it other than through RMS
             norms.
     """
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
@@ -197,7 +197,7 @@ def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None 
         loss: function (output, batch) → [B] losses, in place of the cross-entropy.
 
     Raises:
-        MoonshotError: there are no data.
+        MoonshotError: there is no data.
     """
     model, fisher = stream.model, stream.lam < 1
     mask: Tensor | None = None
@@ -227,24 +227,26 @@ def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None 
             if fisher:
                 start, gradient, _ = loss_gradient(model, output, batch, loss)
                 torch.autograd.backward(start, gradient)
-    require(bool(stream.moments), "there are no calibration data", field="samples")
+    require(bool(stream.moments), "there is no calibration data", field="samples")
     finite = all(map(all_finite, (*stream.moments.values(), *stream.fisher.values())))
-    require(finite, "the residual stream, or its gradients, hold NaN or infinite values", hint=NOT_FINITE)
+    require(finite, "the residual stream or its gradients contain NaN or infinite values", hint=NOT_FINITE)
 
 
 def _mean(moments: Mapping[Folding, Tensor]) -> Tensor:
     """Σ of second moments, divided by its trace, in float64."""
     first, *others = moments.values()
     total = first.to(torch.float64, copy=True)
-    for moment in others:  # one by one: in float64 all those of a bfloat16 model take more memory than the model
+    for (
+        moment
+    ) in others:  # one by one: in float64, all moments of a bfloat16 model would need more memory than the model
         total += moment
     return total / total.trace()
 
 
 def _find_space(model: PreTrainedModel, inputs: Batch) -> Space:
-    """The residual stream of a model, which all matrices read through RMS norms."""
+    """The residual stream of a model, which all matrices use through RMS norms."""
     spaces, refused = find_spaces(Trace(model, inputs), [name for name, _ in find_blocks(model)])
-    space, name = next((each for each in spaces if each.name == RESIDUAL), None), type(model).__name__
+    space, name = next((space for space in spaces if space.name == RESIDUAL), None), type(model).__name__
     if space is None:
         message = f"the residual stream of {name} has a fixed basis: {refused.get(RESIDUAL)}"
         raise MoonshotError(message, field="hidden_size")
@@ -253,7 +255,7 @@ def _find_space(model: PreTrainedModel, inputs: Batch) -> Space:
     behind = {axis for norm in space.norms for axis in norm.readers}
     reading = {place.at for place in space.places if not place.writes}
     read = all(norm.readers for norm in space.norms) and reading == behind
-    require(read, f"{name} reads its residual stream other than by matrices behind norms", field="hidden_size")
+    require(read, f"{name} uses its residual stream other than by matrices behind norms", field="hidden_size")
     return space
 
 
@@ -274,18 +276,18 @@ def gain_of(norm: Folding, width: int) -> Tensor:
 
 @contextmanager
 def _at_norms(space: Space, see: Callable[[Folding, Tensor, nn.Module], Tensor | None]) -> Iterator[None]:
-    """Call `see` at every call of a norm, with its inputs and the norm without its gain; a result replaces its own."""
+    """Call `see` at every call of a norm, with its inputs and the norm without gain; a result replaces its output."""
 
     def hook(norm: Folding, bare: nn.Module, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         return see(norm, args[0], bare)
 
     with ExitStack() as stack:
-        for each in space.norms:
-            bare = copy.deepcopy(each.norm.module)
+        for folding in space.norms:
+            bare = copy.deepcopy(folding.norm.module)
             bare._forward_hooks.clear()
             for parameter in bare.parameters():
-                parameter.data.fill_(each.norm.neutral)
-            stack.callback(each.norm.module.register_forward_hook(partial(hook, each, bare)).remove)
+                parameter.data.fill_(folding.norm.neutral)
+            stack.callback(folding.norm.module.register_forward_hook(partial(hook, folding, bare)).remove)
         yield
 
 

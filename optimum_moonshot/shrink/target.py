@@ -10,7 +10,7 @@ from ..config import memory_size
 from ..errors import MoonshotError, Text, check_number, check_whole, require
 
 UNITS = {"parameters": "parameters", "bytes": "bytes", "latency": "seconds"}
-# Parts that stay of which an error has the reasons, and the characters of each reason.
+# The most parts that an error gives reasons for, and the characters of each reason.
 REASONS, LONGEST = 4, 100
 
 
@@ -23,11 +23,11 @@ class Target:
 
     field: str
     value: float
-    dense: float | None = None  # cost of the dense model, where another is given that is smaller already
+    dense: float | None = None  # cost of the dense model, where the model is smaller already
 
     @classmethod
     def of(cls, **values: Any) -> "Target":
-        """From keyword arguments of these names, exactly one of which is not None.
+        """The target of the keyword argument that is not None, by its name.
 
         Raises:
             MoonshotError: none or several, or a value that is not positive; bytes may also be text such as "2GB".
@@ -57,17 +57,17 @@ class Target:
         budget = self.value * dense if self.value <= 1 else self.value / (1000 if timed else 1)
         budget = budget if timed else math.floor(budget)
         hint = f"the dense model has {self.shown(dense)}"
-        require(budget < dense, "nothing has to leave", field=self.field, value=self.value, hint=hint)
+        require(budget < dense, "the model is small enough", field=self.field, value=self.value, hint=hint)
         return budget
 
     def unreachable(self, least: float, dense: float, refused: Mapping[str, str]) -> MoonshotError:
-        """The error for a target below the least reachable cost; `refused` has the reasons of parts that stay."""
+        """The error for a target below the least reachable cost; `refused` has irreducible parts with the reasons."""
         share = least / self._dense(dense)
         message = f"the smallest configuration has {self.shown(least)}, {share:.4f} of the dense model"
         reasons = [f"{name} ({textwrap.shorten(why, LONGEST, placeholder='…')})" for name, why in refused.items()]
         reasons[REASONS:] = [f"{len(reasons) - REASONS} more"] if len(reasons) > REASONS else []
-        stay = f", since these stay: {', '.join(reasons)}" if reasons else ""
-        return MoonshotError(message + stay, field=self.field, value=self.value, hint="give at least that")
+        because = f", since these cannot be reduced: {', '.join(reasons)}" if reasons else ""
+        return MoonshotError(message + because, field=self.field, value=self.value, hint="give at least that")
 
     def _dense(self, cost: float) -> float:
         return cost if self.dense is None else self.dense

@@ -1,4 +1,4 @@
-"""The measurements of a dense model in parts: the protocol `losses.Measured` on calibration data."""
+"""The measurements of a dense model without some parts: `losses.MeasurableModel` on calibration data."""
 
 import dataclasses
 import math
@@ -33,14 +33,14 @@ Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of th
 
 
 class Measurements:
-    """Numbers by name, in files of a folder, from which a repeated run takes them."""
+    """Numbers by name, in files of a folder, which a repeated run reuses."""
 
     def __init__(self, folder: RunFolder | None, parts: Parts):
         self.folder, self.values = folder, dict[str, float]()  # in the order of their use, also in a repeated run
         self._stored: dict[str, float] = {}
         if folder is not None and folder.open(parts):
             stored = (values for _, values, _ in folder.saved(MEASURED) if values is not None)
-            self._stored = {each["name"]: each["value"] for each in stored}
+            self._stored = {entry["name"]: entry["value"] for entry in stored}
 
     def keep(self, name: str, measure: Callable[[], float]) -> float:
         """The number of this name, measured if it is missing."""
@@ -57,7 +57,7 @@ class Measurements:
 
 
 class Trials:
-    """A dense, frozen model whose widths are pruned in trials, at λ = 1: one pass over the data serves all.
+    """A dense, frozen model whose widths are pruned in trials at λ = 1, all by one pass over the data.
 
     `solve` runs the trials, once a measurement needs them; `folder` is for their weights and the measurements.
     """
@@ -72,12 +72,12 @@ class Trials:
         config = prepared.selection.config
         self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
         self.blocks = [module for _, module in find_blocks(prepared.model)]
-        self.refused = dict[str, str]()  # numbers of blocks that cannot leave, with the reason
+        self.refused = dict[str, str]()  # numbers of blocks that cannot be removed, with the reason
         self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
         self.folder = None if folder is None else Path(folder)
         parts = run_parts(prepared, prepared.selection)
-        kept = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
-        self.measurements = Measurements(kept, parts)
+        stored = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
+        self.measurements = Measurements(stored, parts)
         self.measuring, self.comparing = self._on(SAMPLES), self._on(FEW)
 
     def _on(self, count: int) -> Prepared:
@@ -103,9 +103,9 @@ class Trials:
         if not self.variants:
             self._solve()
         variant, names = self.variants[trial], {layer.name for layer in layers}
-        part = Variant(self.prepared.model, variant.selection, variant.store)
-        part.skipped = {layer.name: "" for layer in variant.selection.layers if layer.name not in names}
-        return part.applied()
+        partial_variant = Variant(self.prepared.model, variant.selection, variant.store)
+        partial_variant.skipped = {layer.name: "" for layer in variant.selection.layers if layer.name not in names}
+        return partial_variant.applied()
 
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
         return skipping(self.blocks[block] for block in blocks)
@@ -120,10 +120,10 @@ class Trials:
                 refusals[blocks] = search.refusal(blocks) if len(search.kinds) > 1 else None
             return refusals[blocks] is None
 
-        found = [scores.select_allowed(count, lam, search.kinds, allowed) for lam in (0.0, 1.0)]
-        if found == [None, None]:
+        selected = [scores.select_allowed(count, lam, search.kinds, allowed) for lam in (0.0, 1.0)]
+        if selected == [None, None]:
             self.refused[f"{count} {BLOCKS}"] = next(filter(None, refusals.values()))
-        return list(dict.fromkeys(blocks for blocks in found if blocks is not None))
+        return list(dict.fromkeys(blocks for blocks in selected if blocks is not None))
 
     @cached_property
     def _search(self) -> BlockSearch:
@@ -132,7 +132,9 @@ class Trials:
 
     @cached_property
     def _scores(self) -> BlockScores:
-        structure = find_structure(self.prepared.model)  # all layers: a block may leave if none of its is selected
+        structure = find_structure(
+            self.prepared.model
+        )  # all layers: a block may be removed if none of its layers is selected
         selection = dataclasses.replace(self.measuring.selection, structure=structure)
         return score_blocks(dataclasses.replace(self.measuring, selection=selection))
 
@@ -147,6 +149,6 @@ class Trials:
         for index, config in enumerate(self.configs):
             folder = None if self.folder is None else self.folder / f"trial-{index}"
             selection = select(self.prepared.model, config)
-            # In host memory the five trials of a Llama would take 1.8 times as much as the model.
+            # In host memory the five trials of a Llama would need 1.8 times as much as the model.
             self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir", spilling=True))
         self.solve(self.prepared, self.variants)

@@ -1,7 +1,7 @@
 """The widths of a model that its configuration can reduce: neurons and heads of every block.
 
-A width is searched as compaction does: a configuration has to describe exactly the remaining shapes (compaction.py), in
-all blocks, since it has one number for them.
+Widths are found like those of a compaction (compaction.py): a configuration must describe exactly the remaining shapes,
+in all blocks, since it has one number for them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from ..model.structured_groups import StructuredGroups
 MOST = 0.75
 # Fractions of the groups of a width at which its loss is measured.
 TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
-# Levels of a number of neurons, and the number that remaining ones are a multiple of, for the sake of kernels.
+# The most levels of a number of neurons, and a divisor of the remaining number, which kernels need.
 LEVELS, MULTIPLE = 64, 8
 
 
@@ -44,7 +44,7 @@ class Width:
 def trial_levels(width: Width) -> tuple[int, ...]:
     """The level of a width in each trial: the nearest to the fraction, at least the first."""
     smallest, *others = width.levels[1:]
-    return tuple(min((smallest, *others), key=lambda level: abs(level - part * width.count)) for part in TRIALS)
+    return tuple(min((smallest, *others), key=lambda level: abs(level - share * width.count)) for share in TRIALS)
 
 
 def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[MoonshotConfig]:
@@ -68,7 +68,7 @@ def find_widths(
     Args:
         model: dense; unchanged.
         inputs: a small batch, for probes.
-        layers: names of the layers that may lose columns.
+        layers: names of the layers whose columns may be removed.
         group_size: neurons that are removed together.
 
     Returns:
@@ -80,7 +80,7 @@ def find_widths(
         if family.name in counted:
             continue
         name, group = ("heads", 1) if family.size > 1 else ("neurons", group_size)
-        name = f"{name} of {family.name}" if any(each.name == name for each in widths) else name
+        name = f"{name} of {family.name}" if any(width.name == name for width in widths) else name
         excluded = [layer.name for layer, _, _ in family.members if layer.name not in layers]
         if excluded:
             refused[family.name] = f"{excluded[0]} is not selected"
@@ -89,8 +89,8 @@ def find_widths(
         if not levels:
             refused[family.name] = search.reasons.get(family, "no configuration describes fewer in every block")
             continue
-        counted |= {each.name for each in shared}
-        members = tuple((layer, groups) for each in shared for layer, groups, _ in each.members)
+        counted |= {member.name for member in shared}
+        members = tuple((layer, groups) for member in shared for layer, groups, _ in member.members)
         every = tuple(range(0, int(MOST * family.count) + 1, _step(family.count, group)))
         removed = every if family.size == 1 else (0, *levels)
         widths.append(Width(name, family.count, members, removed, levels))
@@ -105,14 +105,14 @@ def _step(count: int, group: int) -> int:
 
 
 def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
-    """Removable numbers of groups with their configurations, and the families that lose them together.
+    """Removable numbers of groups with their configurations, and the families that they are removed from together.
 
     Every number of heads is tried; any number of neurons is allowed if that of a few levels is.
     """
     levels, shared = dict[int, PreTrainedConfig](), tuple[Family, ...]()
     step = _step(family.count, group)
     steps = int(MOST * family.count) // step
-    tried = sorted({max(1, round(part * steps)) * step for part in (0, 0.25, 0.5, 0.75, 1)}) if steps else []
+    tried = sorted({max(1, round(share * steps)) * step for share in (0, 0.25, 0.5, 0.75, 1)}) if steps else []
     for removed in range(1, family.count) if family.size > 1 else tried:
         config, explained = search.without(family, removed)
         if config is not None and {*explained.values()} == {removed}:

@@ -94,7 +94,7 @@ class SweepReport:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types; `from_dict` is the inverse."""
+        """Convert the report to JSON types; `from_dict` is the inverse."""
         return _finite(dataclasses.asdict(self))
 
     @classmethod

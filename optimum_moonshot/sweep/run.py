@@ -55,7 +55,7 @@ class Sweep:
         """Write a variant into the model.
 
         Raises:
-            MoonshotError: an entry of another sweep, or a call inside of `applied`.
+            MoonshotError: an entry of another sweep, or a call inside `applied`.
         """
         variant = self._variant(entry)
         check_idle(variant.model, "choose")
@@ -197,7 +197,7 @@ class SparsityPath:
             The report, which is also that of the pruner.
 
         Raises:
-            MoonshotError: the path lacks this sparsity, or the call is inside of `applied`.
+            MoonshotError: a sparsity that is not on the path, or a call inside `applied`.
         """
         variant = self._variant(sparsity)
         check_idle(variant.model, "apply")

@@ -1,6 +1,6 @@
 """Variants of a pruning that share one calibration: of a sweep, or of a sparsity path.
 
-The statistics of a layer do not depend on λ, sparsity and pattern: each layer is solved for every variant while its
+The statistics of a layer do not depend on λ, sparsity and pattern, so each layer is solved for every variant while its
 statistics are in memory. The model stays dense.
 """
 
@@ -51,7 +51,7 @@ def combinations(
     require(config.recover is None, message, field="recover", value=config.recover)
     lambdas = LAMBDAS if lambdas is None else lambdas
     patterns = (config.pattern,) if patterns is None else patterns
-    message = "variants have one model's weights in turn, and this makes it smaller; prune once each"
+    message = "variants share one model, which this makes smaller; prune once for each"
     require(Experts.kind not in patterns, message, field="pattern", value=Experts.kind)
     numbers = (config.sparsity,) if sparsities is None else sparsities
     for name, values in (("lambdas", lambdas), ("sparsities", numbers), ("patterns", patterns)):
@@ -110,7 +110,7 @@ def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
 
 
 def _widest(selections: list[Selection]) -> Selection:
-    """The selection with the smallest λ, which requires all statistics of the others."""
+    """The selection with the smallest λ, which needs the statistics of all others."""
     return min(selections, key=lambda selection: selection.lam)
 
 
@@ -149,7 +149,7 @@ def solve_variants(
 
 @contextmanager
 def released_on_failure(variants: list[Variant]) -> Iterator[None]:
-    """Release the folders of the variants for other runs if the block fails."""
+    """A context that releases the folders of the variants for other runs if it fails."""
     try:
         yield
     except BaseException:

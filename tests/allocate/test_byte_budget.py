@@ -137,7 +137,7 @@ def test_contradictory_budgets_are_refused(fields, message):
 def test_a_budget_that_no_choice_meets_is_refused_with_the_least_that_one_does(field):
     little = {"target_bytes": 10, "bits_per_weight": 0.1}[field]
     with pytest.raises(
-        MoonshotError, match=rf"{field}={little}: the smallest choices take .*; give at least"
+        MoonshotError, match=rf"{field}={little}: the smallest choices need .*; give at least"
     ) as caught:
         prune(make("llama"), **BUDGET, **{field: little})
     least = str(caught.value).rpartition(" ")[2]

@@ -54,7 +54,7 @@ DATA = [
      "attention_mask hides all tokens of a sample; leave that sample out"),
     ([{"input_ids": IDS, "labels": IDS * 0 - 100}] * 2, "num_samples=4: the data has 0 samples with a label, and 4"),
     (Dataset.from_dict({"id": ["a"], "turns": [["b"]]}),
-     "the data has the columns id, turns; rename the one that holds text to text, one of conversations to messages"),
+     "the data has the columns id, turns; rename the column with text to text, or with conversations to messages"),
     (Dataset.from_dict({"messages": [[{"role": "user", "content": "a"}]] * 4}),
      "tokenizer=None: text calibration needs one; give the model's tokenizer, or save it in the model's folder"),
     ("lorem ipsum " * 10_000, '"lorem ipsum lorem ipsum'),

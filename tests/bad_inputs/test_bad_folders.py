@@ -50,7 +50,7 @@ MODELS = [
     (configured(hidden_size=512, intermediate_size=64), MoonshotError, "cannot be loaded"),
     (configured(model_type="nothing"), MoonshotError, "does not recognize this architecture"),
     (cut, MoonshotError, "cannot be loaded (Error while deserializing header"),
-    (absent, MoonshotError, "model-00001-of-00002.safetensors is missing, which holds lm_head.weight"),
+    (absent, MoonshotError, "model-00001-of-00002.safetensors with lm_head.weight is missing"),
     (changed("config.json", "[]"), MoonshotError, "model: cannot be loaded ("),
     (changed("config.json", "{"), OSError, "is not a valid JSON file"),
     (changed("tokenizer.json", '{"broken"'), MoonshotError, "its tokenizer (tokenizer.json, tokenizer_"),

@@ -41,7 +41,7 @@ COMMANDS = [
     ("shrink", ["--parameters", "0"], 2, "--parameters 0.0: give a fraction of the dense model's"),
     ("shrink", ["--bytes", "much"], 2, "--bytes much: give bytes or a size"),
     ("shrink", ["--latency", "0.9", "--batch-shape", "0", "0"], 2, "--batch-shape 0: give a whole number of at least"),
-    ("shrink", ["--parameters", "1", *TEXT], 1, "--parameters 1.0: nothing has to leave; the dense model has"),
+    ("shrink", ["--parameters", "1", *TEXT], 1, "--parameters 1.0: the model is small enough; the dense model has"),
     ("shrink", ["--parameters", "0.01", *TEXT], 1, "--parameters 0.01: the smallest configuration has"),
     ("shrink", ["--latency", "0.9", "--batch-shape", "1", "9999", *TEXT], 1, "--batch-shape 1 9999: the model has"),
     ("sweep", ["--sparsities", "0.5", "--lambdas", "2"], 2, "--lambdas 2.0: "),

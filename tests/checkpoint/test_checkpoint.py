@@ -280,7 +280,7 @@ def test_converting_in_place_and_invalid_conversions(packed, packed_copy, tmp_pa
         with pytest.raises(MoonshotError, match="the model is not pruned"):
             call()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MoonshotError, match="holds no config.json"):
+    with pytest.raises(MoonshotError, match="has no config.json"):
         convert(tmp_path / "empty", tmp_path / "out", "dense")
     with pytest.raises(MoonshotError, match="runtime='fast'"):
         load_pruned(packed_copy, runtime="fast")

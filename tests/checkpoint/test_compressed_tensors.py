@@ -177,7 +177,7 @@ def test_a_layer_whose_inputs_no_group_divides_stays_dense_with_a_warning(tmp_pa
     with caplog.at_level(logging.WARNING):
         pruner = quantized(llama(intermediate_size=72))
         pruner.save_pretrained(tmp_path / EXPORT, format=EXPORT)
-    assert "model.layers.1.mlp.down_proj stays dense: its 72 inputs are no multiple of 32" in caplog.text
+    assert "model.layers.1.mlp.down_proj stays dense: its 72 inputs are not a multiple of 32" in caplog.text
     assert sorted(entry(tmp_path / EXPORT)["ignore"]) == [
         "lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj",
     ]  # fmt: skip
@@ -246,11 +246,11 @@ REFUSED = {
     "changed": (changed, r"layers\.1\.mlp\.up_proj: row 3 is not on a grid of 4 bits with groups of 128"),
     "no Linear": (
         lambda: quantized(hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))),
-        r'no layer can be packed: transformer\.h\.0\.attn\.c_attn: it is no Linear: Conv1D;.*; use "packed"',
+        r'no layer can be packed: transformer\.h\.0\.attn\.c_attn: it is not a Linear: Conv1D;.*; use "packed"',
     ),
     "experts of odd sizes": (
         lambda: quantized(mixtral(intermediate_size=72)),
-        r"mlp\.experts\.down_proj: .* its 72 inputs are no multiple of 32; transformers reads experts only if all",
+        r"mlp\.experts\.down_proj: .* its 72 inputs are not a multiple of 32; transformers reads experts only if all",
     ),
     "dense experts": (
         lambda: quantized(mixtral(), pattern="2:4", ignore=["experts"]),

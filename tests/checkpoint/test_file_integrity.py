@@ -151,7 +151,7 @@ def test_an_index_that_names_files_outside_its_folder_is_refused(format, packed,
     (folder / "away").symlink_to(outside)
     index = next(folder.glob("*.index.json"))
     change_json(index, lambda values: values["weight_map"].update(dict.fromkeys(values["weight_map"], file)))
-    words = "weights must be in the folder of their index|is missing, which holds"
+    words = "weights must be in the folder of their index|with .* is missing"
     with pytest.raises(MoonshotError, match=words):
         load_pruned(folder)
     with pytest.raises(MoonshotError, match=words):
@@ -189,7 +189,7 @@ def test_files_of_one_name_in_several_folders_are_all_converted(packed, tmp_path
             (lambda d, name, value=value: d["layers"][name].update(pattern=value), "pattern=")
             for value in (None, 7, ["2:4"], {"2": 4}, "9" * 5000 + ":1")
         ),
-        (lambda d, name: d["layers"].update({name: [1, 2]}), "no object"),
+        (lambda d, name: d["layers"].update({name: [1, 2]}), "not an object"),
         (lambda d, name: d["layers"][name].update(transposed=True), "weight_meta is|checksum of its metadata differs"),
         (lambda d, name: d["layers"][name].update(pattern="unstructured"), "checksum of its metadata differs"),
         (lambda d, name: d.update(checksum=None), "checksum of its metadata differs"),
@@ -286,7 +286,7 @@ def test_a_smaller_or_larger_model_than_saved_is_refused(packed_copy):
     for layers in (2, 4):
         change_config(packed_copy, num_hidden_layers=layers)
         for read in (load_pruned, AUTO.from_pretrained):
-            with pytest.raises(MoonshotError, match="not in the model of config.json|no file holds it"):
+            with pytest.raises(MoonshotError, match="not in the model of config.json|no file contains it"):
                 read(packed_copy)
 
 

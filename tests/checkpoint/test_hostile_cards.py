@@ -173,7 +173,7 @@ def test_a_foreign_card_breaks_nothing(header, pruner, tmp_path, caplog):
         assert not again or parted(text)[1] == below
         below = parted(text)[1]
     if header.startswith("moonshot") and "pattern: " not in header:
-        assert "it is kept as another's card" in caplog.text and "moonshot:" in below
+        assert "the card is kept as a foreign one" in caplog.text and "moonshot:" in below
 
 
 def test_a_foreign_card_does_not_stop_a_save(tmp_path, caplog):
@@ -184,7 +184,7 @@ def test_a_foreign_card_does_not_stop_a_save(tmp_path, caplog):
     pruner.save_pretrained(tmp_path / "out")
     data, text = card(tmp_path / "out")
     assert data["moonshot"]["pattern"] == "2:4" and "moonshot: 3\n" in parted(text)[1]
-    assert "moonshot=3 is not of this package: it is kept as another's card" in caplog.text
+    assert "moonshot=3 is not of this package: the card is kept as a foreign one" in caplog.text
 
 
 def test_text_fields_of_a_foreign_card_are_kept(tmp_path):

@@ -109,7 +109,7 @@ def test_a_dense_model_on_the_hub_declares_nothing(session):
 def test_failures_give_a_hint_and_change_nothing(session):
     done, hub = session
     assert "refused the token for me/refused (401" in done["refused"] and "hf auth login" in done["refused"]
-    assert "me/small exists and holds" in done["exists"] and "exist_ok=True" in done["exists"]
+    assert "me/small exists and contains" in done["exists"] and "exist_ok=True" in done["exists"]
     assert "private=False: me/small exists and is private" in done["public"]
     for attempt in ("cut", "cut again"):  # the repository that the first one made is empty: no obstacle
         assert "broke" in done[attempt] and "nothing was published in me/cut; try again" in done[attempt]

@@ -13,7 +13,7 @@ from foreign_checkpoints import configure, deepseek, fp8, llama, mxfp4, read, wr
 from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, verify
-from optimum_moonshot.checkpoint.origin import take_over
+from optimum_moonshot.checkpoint.origin import find_origin
 
 BATCHES = [{"input_ids": torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(n))} for n in range(3)]
 IDS = BATCHES[0]["input_ids"]
@@ -174,7 +174,7 @@ def test_weights_that_fit_no_longer_are_named_and_not_promised(tmp_path, source,
     gone.prune(progress=False)
     shutil.rmtree(changed)
     for name, pruner, why in (
-        ("rotated", rotated, "it reads hidden states in the basis before the rotation"),
+        ("rotated", rotated, "it uses hidden states in the basis before the rotation"),
         ("smaller", smaller, "it does not fit the smaller model"),
         ("floats", floats, "it is quantized, unlike the saved model"),
         ("partial", partial, "the model is a part of the one in the checkpoint"),
@@ -195,11 +195,11 @@ def test_former_buffers_are_no_weights(tmp_path):
     make("gpt-neox").save_pretrained(tmp_path)
     _, tensors = read(tmp_path)
     write(tmp_path, tensors | {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)})
-    origin = take_over(hf.GPTNeoXForCausalLM.from_pretrained(tmp_path))
+    origin = find_origin(hf.GPTNeoXForCausalLM.from_pretrained(tmp_path))
     assert dataclasses.asdict(origin) == {"dequantized": "", "unloaded": {}, "whole": True, "shapes": {}}
 
 
 def test_other_models_have_no_origin(tmp_path):
     llama(tmp_path)
     for model in (hf.LlamaForCausalLM.from_pretrained(tmp_path), torch.nn.Linear(4, 4)):
-        assert not take_over(model).notes and not take_over(model).unloaded
+        assert not find_origin(model).notes and not find_origin(model).unloaded

@@ -318,7 +318,9 @@ def test_layers_that_have_left_their_grid_are_saved_as_not_quantized(tmp_path, t
     assert result, result.mismatches
     assert {layer.name for layer in result.layers if layer.bits == 4 and layer.on_grid} == layers - off
     assert {layer.name for layer in report.layers if layer.bits is None} == off
-    assert f"{len(off)} of {len(layers)} layers have left their grid" in report.notes[-1]
+    assert (
+        f"{len(off)} of {len(layers)} layers are no longer on their grid, so they are not quantized" in report.notes[-1]
+    )
     text = (tmp_path / "dense" / "README.md").read_text()
     assert ("\n  bits:" in text) == ("bits of the surviving weights" in text) == (off != layers)
     assert pruner.model.config.moonshot == record and not pruner.report.notes  # the model itself is unchanged
@@ -341,4 +343,4 @@ def test_zeros_that_training_has_filled_are_not_declared(tmp_path):
         assert load_pruned(tmp_path / format) is not None
         (layer,) = (layer for layer in report.layers if layer.name == UP)
         assert layer.sparsity == int((weight == 0).sum()) / weight.numel() < 0.5
-        assert report.notes == [f"1 of {len(report.layers)} layers have fewer zeros since the run, such as {UP}"]
+        assert report.notes == [f"1 of {len(report.layers)} layers have fewer zeros than after the run, such as {UP}"]

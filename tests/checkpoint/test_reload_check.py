@@ -68,7 +68,7 @@ def assert_refused(save, folder, message):
 
 def without_a_norm(model):
     model._keys_to_ignore_on_save = {"model.norm.weight"}
-    return r"model\.norm\.weight would be in no file, and random in a loaded model"
+    return r"model\.norm\.weight would be missing in the files, and random in a loaded model"
 
 
 def with_another_parameter(model):

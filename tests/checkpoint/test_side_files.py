@@ -112,7 +112,7 @@ def test_links_out_of_the_folder_special_files_and_loops(tmp_path, caplog, monke
     copy_side_files(source, target)
     names = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
     assert names == {"a/x.txt", "good.txt", "good/x.txt"}
-    assert "file (a link that leaves the folder)" in caplog.text and "and 8 others" in caplog.text
+    assert "file (a link to a file outside the folder)" in caplog.text and "and 8 others" in caplog.text
     assert not any(path.is_symlink() for path in target.rglob("*"))
 
 
@@ -145,7 +145,7 @@ def test_the_snapshot_of_a_repository_links_to_its_blobs(source, tmp_path, caplo
     source = Source("org/name", {"cache_dir": tmp_path, "local_files_only": True})
     SideFiles(source).save_pretrained(tmp_path / "out")
     assert copied(tmp_path / "out") == set(SIDE)
-    assert "secret (a link that leaves the folder)" in caplog.text
+    assert "secret (a link to a file outside the folder)" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["", None, "/no/such/folder", "org/never-loaded", "a//b", "x" * 5000])

@@ -79,7 +79,7 @@ def test_prune_packed_and_convert(capsys, tmp_path):
     status, lines = failure(capsys, "convert", dense, "--format", "dense", "--output", tmp_path / "new")
     assert status == 1 and "is a dense checkpoint already" in lines[-1]
     for arguments, words in [
-        ([tmp_path / "nothing", "--format", "dense"], "not a folder"),
+        ([tmp_path / "nothing", "--format", "dense"], "neither a folder"),
         ([dense, "--format", "packed", "--output", packed], "--overwrite"),
         ([dense, "--format", "packed", "--output", dense, "--overwrite"], "the model's own folder"),
     ]:

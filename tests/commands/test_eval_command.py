@@ -133,7 +133,7 @@ def test_earlier_results_are_written_when_a_later_one_fails(data, tmp_path, caps
         (["--dataset", "HELD", "--output", "nowhere/out.json"], "--output nowhere/out.json"),
         (["--dataset", "HELD", "--baseline", "missing.json"], "--baseline: missing.json contains no results"),
         (["--dataset", "HELD", "--baseline", "OTHER"], "it has none of the results to measure"),
-        (["--dataset", "HELD", "--record"], "holds no moonshot_report.json"),
+        (["--dataset", "HELD", "--record"], "has no moonshot_report.json"),
         (["--tasks", "YAML", "--baseline", "OTHER"], "one is of the tasks piqa, the other of letters"),
         (["--tasks", "missing.yaml"], "--tasks: missing.yaml: no such file"),
         (["--tasks", "YAML", "YAML"], "--tasks: duplicates"),
@@ -176,7 +176,7 @@ def test_recording_keeps_the_users_text(data, tmp_path):
     card.write_text("# Not ours")
     assert not record(tmp_path / "mine", Perplexity(40.0, "text.txt", 3, 64, 189))
     assert card.read_text() == "# Not ours" and read(tmp_path / "mine")["text.txt"]["pruned"] == 40.0
-    with pytest.raises(MoonshotError, match="holds no moonshot_report.json"):
+    with pytest.raises(MoonshotError, match="has no moonshot_report.json"):
         record(tmp_path, Perplexity(40.0, "text.txt", 3, 64, 189))
 
 

@@ -89,7 +89,7 @@ def test_contents_may_be_empty():
         ({"source": ["a"], "turns": [["b", "c"]]}, "the data has the columns source, turns; rename"),
         (
             {"messages": [[{"speaker": "a"}]], "source": ["a"]},
-            "column \"messages\" holds {'speaker': 'a'}, which is no",
+            "column \"messages\" contains {'speaker': 'a'}, which is not",
         ),
     ],
 )

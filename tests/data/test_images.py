@@ -168,7 +168,7 @@ def test_bad_images_are_named(tmp_path, rows):
         (lambda path: path / "missing.jpg", "cannot be read"),
         (lambda path: path / "note.txt", "is neither a folder nor a .parquet file"),
         (lambda path: path / "empty", "empty.*cannot be read .*doesn't contain any data files"),
-        (lambda path: Dataset.from_dict({"text": ["a"]}), "has the columns text; rename the one that holds images"),
+        (lambda path: Dataset.from_dict({"text": ["a"]}), "has the columns text; rename the column with images"),
         (lambda path: Dataset.from_dict({}), "has no rows"),
     ],
 )

@@ -152,3 +152,14 @@ def test_a_sweep_ranks_by_it(folder, tokenizer, capsys):
     report = json.loads((folder / "sweep" / "sweep.json").read_text())
     assert report["metric"] == "cosine on texts.txt" and report["maximize"] and report["dense"] == pytest.approx(1)
     assert all(0 < entry["metric"] < 0.9999 for entry in report["entries"])
+
+
+def test_a_smaller_model_is_compared_with_the_dense_one(folder, tokenizer, capsys):
+    """Shrink makes a new model, whose embeddings must not be compared with themselves."""
+    if not (folder / "dense").exists():
+        sentence_encoder(folder / "dense", tokenizer)
+    (folder / "texts.txt").write_text("\n".join(WORDS))
+    data = ["--calibration", folder / "texts.txt", "--num-samples", 4, "--sequence-length", 8, "--device", "cpu"]
+    size = ["--output", folder / "small", "--parameters", 0.85]
+    run("shrink", folder / "dense", *size, *data, "--eval", folder / "texts.txt")
+    assert "cosine      1.0000 → 0." in capsys.readouterr().out

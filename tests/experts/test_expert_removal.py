@@ -263,15 +263,15 @@ def test_mixtures_that_do_not_sum_contributions_are_refused():
     ("model", "sparsity", "message"),
     [
         (lambda: make("llama"), 0.25, "LlamaForCausalLM has no experts in fused parameters"),
-        (lambda: mixtral(8), 0.05, r"sparsity=0.05: of 8 experts that rounds to none; set at least 0.0626"),
+        (lambda: mixtral(8), 0.05, r"sparsity=0.05: it removes none of 8 experts; set at least 0.0626"),
         (
             lambda: mixtral(8),
             0.9,
-            "sparsity=0.9: of 8 experts that leaves 1, and the router sends a token to 2 of them",
+            "sparsity=0.9: 1 of 8 experts would remain, and the router sends a token to 2 of them",
         ),
-        (lambda: deepseek(3, 1), 0.8, "each of the 3 groups of 4 experts that leaves 1, .* to 2 of the 1 in its"),
+        (lambda: deepseek(3, 1), 0.8, "1 of 4 experts in each of the 3 groups would remain, .* to 2 of the 1 in its"),
         (lambda: deepseek(3, 2), 0.75, "with 3 of 12 experts the model does not run: "),
-        (lambda: deepseek(6, 2), 0.2, "each of the 6 groups of 2 experts that rounds to none; set at least 0.25"),
+        (lambda: deepseek(6, 2), 0.2, "it removes none of 2 experts in each of the 6 groups; set at least 0.25"),
     ],
 )
 def test_sparsities_that_remove_none_or_leave_too_few_are_refused(model, sparsity, message):

@@ -27,7 +27,7 @@ def test_incompatible_operations_are_refused():
     pruner = MoonshotPruner(mixtral(8), config())
     with pytest.raises(MoonshotError, match="calibration=None: solver='osscar' needs data"):
         pruner.prune(progress=False)
-    with pytest.raises(MoonshotError, match="pattern='experts': variants have one model's weights in turn"):
+    with pytest.raises(MoonshotError, match="pattern='experts': variants share one model"):
         pruner.sweep(token_batches(), progress=False)
     with pytest.raises(MoonshotError, match="rotation='learned': pattern='experts' removes experts as they are"):
         pruner.rotate(token_batches(), progress=False)

@@ -144,7 +144,7 @@ def weights(llm):
     def read(model):
         methods = {name: (module, getattr(module, "quant_method", None)) for name, module in model.named_modules()}
         return {
-            name: (method.apply(module, torch.eye(module.input_size)).T, method.codec is not None)
+            name: (method.apply(module, torch.eye(module.input_size)).T, bool(method.packed))
             for name, (module, method) in methods.items()
             if type(method).__name__ == "PackedLinearMethod"
         }
@@ -228,10 +228,7 @@ def formats(model):
     names = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        linear = type(method).__name__ == "PackedLinearMethod" and method.codec is not None
-        codecs = {"weight": method.codec} if linear else {}
-        codecs |= {key: matrix.codec for key, matrix in getattr(method, "packed", {}).items()}
-        for key, codec in codecs.items():
+        for key, (codec, _) in getattr(method, "packed", {}).items():
             integers = [part_name for part_name, part in module.named_parameters() if part.dtype == torch.uint8]
             assert not hasattr(module, key) and (f"{key}_codes" in integers) == codec.name.startswith("int")
             names[f"{name}.{key}"] = codec.name

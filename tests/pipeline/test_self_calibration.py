@@ -204,7 +204,7 @@ def test_models_and_prompts_unfit_for_generation_are_refused_before_any_work(tok
     with pytest.raises(MoonshotError, match="tokenizer=None: prompts need one"):
         prune(model, SelfCalibration(prompts=["a"]))
     too_long = SelfCalibration(prompts=["a", "one two three " * 10])
-    with pytest.raises(MoonshotError, match="prompts: number 1 has .* sequence_length=12 leaves none for an answer"):
+    with pytest.raises(MoonshotError, match="prompts: number 1 has .* sequence_length=12 has no room for an answer"):
         prune(model, too_long, tokenizer)
     with pytest.raises(MoonshotError, match="chat=True: the tokenizer has no chat template"):
         prune(model, SelfCalibration(prompts=["a"], chat=True), tokenizer)

@@ -36,10 +36,10 @@ def test_packed_is_chosen_where_measurements_were_faster(monkeypatch):
     assert verdict() == (False, "the portable kernel is slower")
     for library.instruction_set in ("avx2", "avx512", "vbmi2", "amx"):
         assert verdict() == (True, f"{library.instruction_set} kernels")
-        assert verdict(share=0.9) == (False, "more than 87% of the bytes are left")
+        assert verdict(share=0.9) == (False, "more than 87% of the bytes remain")
         assert verdict(torch.float32, share=0.53).faster
         most = 55 if library.instruction_set == "avx2" else 64
-        assert verdict(torch.float32, share=0.65) == (False, f"more than {most}% of the bytes are left")
+        assert verdict(torch.float32, share=0.65) == (False, f"more than {most}% of the bytes remain")
         assert verdict(torch.float64) == (False, "no kernel for torch.float64")
         assert verdict(shape=(256, 512)) == (False, "smaller than 262144 weights")
     assert verdict(device=torch.device("mps")) == (False, "no kernel for mps")
@@ -88,7 +88,7 @@ def test_auto_packs_faster_layers_and_logs_one_line(small_layers_count, caplog):
     assert line.startswith(
         "runtime='auto': packed: 18 of 21 layers, 0.0 MiB in place of 0.0 (avx2 kernels); dense: 3 ("
     )
-    assert "packing makes it no smaller" in line
+    assert "packing does not make it smaller" in line
     chosen = pruner.to_runtime("packed")  # at sparsity 0.05 packing needs more bytes
     assert all(chosen[name].startswith("dense") == ("k_proj" in name) for name in chosen)
 

@@ -157,7 +157,7 @@ def test_the_error_of_an_impossible_target_has_the_least_reachable_value(name):
         shrunk(name, parameters=0.01)
     least = int(str(caught.value).split(" has ")[1].split(" ")[0].replace(",", ""))
     assert f"{least / make(name).num_parameters():.4f} of the dense model" in str(caught.value)
-    assert ("since these stay: " in str(caught.value)) == (name == "gpt2")
+    assert ("since these cannot be reduced: " in str(caught.value)) == (name == "gpt2")
     _, report = shrunk(name, parameters=least)
     assert report.parameters[1] == least
     with pytest.raises(MoonshotError, match="the smallest configuration"):

@@ -35,9 +35,9 @@ def test_batch_shapes(not_measured, batch_shape):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"parameters": 1}, "parameters=1: nothing has to leave; the dense model has 8,944 parameters"),
-        ({"parameters": 9000}, "nothing has to leave"),
-        ({"bytes": "2GB"}, "bytes=2000000000: nothing has to leave; the dense model has 35,776 bytes"),
+        ({"parameters": 1}, "parameters=1: the model is small enough; the dense model has 8,944 parameters"),
+        ({"parameters": 9000}, "the model is small enough"),
+        ({"bytes": "2GB"}, "bytes=2000000000: the model is small enough; the dense model has 35,776 bytes"),
         ({"parameters": 0.01}, "parameters=0.01: the smallest configuration has"),
         ({"bytes": "1KB"}, "bytes=1000: the smallest configuration has"),
         ({"latency": 0.5, "batch_shape": (1, 65)}, "the model has 64 positions"),
@@ -50,7 +50,7 @@ def test_targets_out_of_reach(not_measured, target, message):
 
 def test_a_latency_out_of_reach_is_refused_before_losses_are_measured(not_measured, monkeypatch):
     monkeypatch.setattr("optimum_moonshot.shrink.latency.SECONDS", 0.0)
-    with pytest.raises(MoonshotError, match="latency=10000.0: nothing has to leave; the dense model has .* ms"):
+    with pytest.raises(MoonshotError, match="latency=10000.0: the model is small enough; the dense model has .* ms"):
         MoonshotPruner(make("llama"), CONFIG).shrink(BATCHES, latency=1e4, progress=False)
 
 
