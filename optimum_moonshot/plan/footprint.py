@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..data.batches import Batch, batch_size
 from ..model.calls import (
@@ -171,7 +171,8 @@ class _FakeModel:
                 if not (last and hidden is last[0]):
                     self.sequences.append([])
                 self.sequences[-1].append(name)
-                self.calls.setdefault(name, BlockCall(others, named, hidden))
+                # Detached: the graph's hooks hold this model, which holds the calls.
+                self.calls.setdefault(name, BlockCall(*tree_map_only(Tensor, Tensor.detach, (others, named, hidden))))
 
         def leave(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             hidden = first_tensor(output)

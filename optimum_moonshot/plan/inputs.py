@@ -1,18 +1,37 @@
-"""The inputs of a plan: the memory that it assumes, and calibration batches."""
+"""The inputs of a plan: calibration batches, sequences of blocks, and the memory that is free."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..calibration.storage import Storage, free_memory
 from ..config import memory_size
-from ..data.batches import Batch, split_batches
-from ..data.text import LONGEST, load_calibration
-from ..errors import MoonshotError, require
+from ..data.batches import Batch, batch_size, split_batches
+from ..data.text import LONGEST, CalibrationData, load_calibration
+from ..errors import MoonshotError, Text, reason, require
+from ..model.calls import Forward, frozen, model_device
+from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
-from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images
-from ..pipeline.calibration_data import usable
+from ..model.model_info import (
+    embedded_tokens,
+    max_positions,
+    reads_images_and_text,
+    takes_images,
+    text_setting,
+    vocabulary_size,
+)
+from ..pipeline.block_sequences import BlockSequence, find_block_sequences
+from ..pipeline.calibration_data import usable, with_room
+from ..pipeline.inputs import prepare
 from ..pipeline.selection import Selection, Subject
+from .footprint import ModelFootprint, model_footprint
+from .spec import OffloadedBlocks, RunSpec, module_bytes
+
+CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +47,106 @@ class MachineMemory:
         sizes = {"device_memory": device_memory, "host_memory": host_memory}
         numbers = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
         return None if not any(numbers.values()) else cls(numbers["device_memory"], numbers["host_memory"])
+
+
+def build_spec(
+    subject: Subject,
+    selection: Selection,
+    batches: list[Batch],
+    forward: Forward | None,
+    resumes: bool,
+    machine: MachineMemory,
+    offloaded: OffloadedBlocks | None,
+) -> tuple[RunSpec, CalibrationData]:
+    """The run, and the data in its batches, with notes for the plan.
+
+    Raises `MoonshotError` for a run that cannot be planned, or not without the model's weights.
+    """
+    model, config, blocks = subject.model, selection.config, selection.structure.blocks
+    onloaded = model_device(model).type != "meta" and offloaded is None
+    if onloaded:
+        prepared = prepare(subject, selection, batches)
+        data = prepared.calibration
+    else:
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
+        data = with_room(load_calibration(batches, None, **options), selection, model)
+        if selection.needs_losses and any(layer.separate for layer in selection.layers):
+            data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
+    footprint, notes = _footprint(model, selection, data, forward, required=not onloaded)
+    if onloaded:
+        with frozen(model), all_onloaded(blocks):
+            tested = find_block_sequences(model, blocks, prepared.probe, selection.needs_gradients, subject.loss)
+        sequential, others = tuple(tested.sequential), tested.non_sequential
+    else:
+        sequential, others = _sequences(footprint, blocks)
+        hint = Text("without {} they can be pruned, and planned", "offload")
+        single = offloaded is None or (len(sequential) == 1 and not others)
+        require(single, "plan: the model's blocks are not sequential", hint=hint)
+    device, free = _free(model, machine, offloaded)
+    run = RunSpec(
+        selection=selection,
+        sequential=sequential,
+        non_sequential=others,
+        footprint=footprint,
+        sizes=tuple(map(batch_size, data.batches)),
+        tokens=data.sequence_length,
+        vocabulary=vocabulary_size(model),
+        storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
+        resumes=resumes,
+        gradients=selection.needs_gradients,
+        offloaded=offloaded,
+    )
+    return run, dataclasses.replace(data, notes=(*data.notes, *notes))
+
+
+def _footprint(
+    model: nn.Module, selection: Selection, data: CalibrationData, forward: Forward | None, required: bool
+) -> tuple[ModelFootprint, list[str]]:
+    """The footprint of the largest batch, with a note where it has the hidden states alone."""
+    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
+    trains = selection.config.recover is not None
+    try:
+        return model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward), []
+    except Exception as error:  # a model may read the value of any tensor
+        note = "activations are not in the figures, since the model cannot run on tensors without memory"
+        note = f"{note} ({reason(error)[:200]})"
+        if required:
+            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
+        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
+        hidden = batch_size(largest) * (data.sequence_length or 0) * width
+        return ModelFootprint({}, (), hidden, 0), [note]
+
+
+def _sequences(
+    footprint: ModelFootprint, blocks: Sequence[Block]
+) -> tuple[tuple[BlockSequence, ...], tuple[Block, ...]]:
+    """The sequential blocks, and the others with layers to prune, as far as shapes can show."""
+    calls = Counter(name for names in footprint.sequences for name in names)
+    once = {block.name: block for block in blocks if calls[block.name] == 1}
+    sequences = [tuple(once[name] for name in names if name in once) for names in footprint.sequences]
+    pruned = tuple(BlockSequence(each, None) for each in sequences if any(block.layers for block in each))
+    return pruned, tuple(block for block in blocks if calls[block.name] > 1 and block.layers)
+
+
+def _free(
+    model: nn.Module, machine: MachineMemory, offloaded: OffloadedBlocks | None
+) -> tuple[torch.device, dict[torch.device, int]]:
+    """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
+    device = model_device(model)
+    meta = device.type == "meta"
+    if meta:
+        device = CPU if machine.device is None else torch.device("cuda")
+    resident = module_bytes(model) - (offloaded.total if offloaded else 0)
+    free = free_memory(CPU if meta else device)
+    host = free[CPU] if machine.host is None else machine.host
+    on_device = free.get(device, 0) if machine.device is None else machine.device - resident
+    if device.type == "cpu":
+        if machine.device is None:
+            on_device = host - resident if meta else host
+        return device, {device: max(0, on_device)}
+    if meta and offloaded is not None and offloaded.place == "cpu":
+        host -= offloaded.total
+    return device, {device: max(0, on_device), CPU: max(0, host)}
 
 
 def is_given(calibration: Any) -> bool:

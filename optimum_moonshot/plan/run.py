@@ -17,12 +17,12 @@ from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
 from ..pipeline.selection import Subject, select
-from .inputs import MachineMemory, example_batches, is_given
+from .inputs import MachineMemory, build_spec, example_batches, is_given
 from .memory import MemoryTrace, Visit, count_phases
 from .report import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
 from .seconds import Seconds, measure
 from .solver import clock
-from .spec import RunSpec, build_spec, module_bytes, offloaded_blocks
+from .spec import RunSpec, module_bytes, offloaded_blocks
 
 # Host memory of the libraries that read and tokenize text.
 TEXT_BYTES = 48 * 2**20

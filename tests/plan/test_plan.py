@@ -24,8 +24,9 @@ from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.plan import seconds as planning_seconds
 from optimum_moonshot.plan.footprint import LiveBytes, shape_of
 from optimum_moonshot.plan.memory import TRAINED_BYTES
+from optimum_moonshot.plan.passes import PassSeconds
 from optimum_moonshot.plan.report import Snapshot, gib, peaks_of
-from optimum_moonshot.plan.seconds import PassSeconds, rotation_products
+from optimum_moonshot.plan.seconds import rotation_products
 from optimum_moonshot.plan.solver import random_problem
 from optimum_moonshot.solvers import make_solver
 
@@ -352,7 +353,7 @@ def test_the_passes_before_a_run_are_timed_with_gradients_where_they_need_them(m
         blocks = dict.fromkeys((visit.block.name for visit in phase.visits), 0.0)
         return PassSeconds(1000.0 if phase.run.gradients else 1.0, blocks, 0.0)
 
-    monkeypatch.setattr("optimum_moonshot.plan.seconds._pass_seconds", timed)
+    monkeypatch.setattr("optimum_moonshot.plan.seconds.pass_seconds", timed)
     config = MoonshotConfig(solver="wanda", sparsity=0.5, num_samples=6, sequence_length=12, batch_size=2, **fields)
     plan = MoonshotPruner(make("llama"), config).plan(token_batches())
     count = sampled_count(6) if phase == "allocation" else 6
