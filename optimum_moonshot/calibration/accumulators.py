@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
-from ..objective.row_slices import row_slices
+from ..objective.row_slices import slice_bytes, split_range
 from .statistic import GradientStatistic, InputStatistic, Merger
 from .storage import Storage
 
@@ -219,7 +219,8 @@ class RowMatrices(RowGradients):
         if not self.used:
             return
         gradients = self.staged[: self.used].unflatten(2, (-1, self.size)).flatten(1, 2)
-        for rows in row_slices(slice(0, len(self.matrices)), 8 * self.used * self.size, self.staged.device):
+        width = max(1, slice_bytes(self.staged.device) // (8 * self.used * self.size))
+        for rows in split_range(0, len(self.matrices), width):
             vectors = gradients[:, rows].transpose(0, 1)
             self.matrices[rows].baddbmm_(vectors.mT, vectors)
         self.staged.zero_()

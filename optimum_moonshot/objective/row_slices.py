@@ -14,7 +14,7 @@ GPU_BYTES = 1024 * 2**20
 
 @dataclass(eq=False)
 class SliceLimit:
-    """The limit on slices with several rows, which a run lowers when its device is out of memory."""
+    """The limit on a solver's slices with several rows, which a run lowers when its device is out of memory."""
 
     most: int | None = None  # bytes; None sets no limit
     largest: int = 0  # bytes of the largest such slice so far
@@ -25,7 +25,11 @@ _LIMIT: ContextVar[SliceLimit | None] = ContextVar("limit of slices of rows", de
 
 @contextmanager
 def limited(limit: SliceLimit) -> Iterator[None]:
-    """Apply a limit to every slice that this thread computes inside the block."""
+    """Apply a limit to the results of `slices_within` and `row_slices` in this thread, inside the block.
+
+    Work that needs little memory beside a solver's, such as a selection, uses `split_range`: smaller slices of it would
+    not help a solver whose device is out of memory.
+    """
     token = _LIMIT.set(limit)
     try:
         yield

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..objective.linalg import damped_inverse_factor, escalate
+from ..objective.linalg import check_factored, escalate, inverse_factor
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive, stacked
 from ..objective.problem_size import ProblemSize
 from ..objective.quadratic import Quadratic
@@ -67,9 +67,8 @@ class SparseGPT(Solver):
         ridge, widths = damping * objective.damping_unit, Widths.of(pattern, self.block_size)
         factor = None  # U, where all rows share G
         if objective.gram.ndim == 2:
-            factor = damped_inverse_factor(
-                objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), 1.0, ridge
-            )
+            factor, ok = inverse_factor(objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), ridge)
+            check_factored(ok, f"the quadratic of size {len(factor)}")
         weight, (count, d_in), grid = objective.weight.clone(), objective.weight.shape, pattern.grid
         keep = torch.empty_like(weight, dtype=torch.bool)
         rounding = None if grid is None else ColumnRounding(grid, weight)

@@ -15,7 +15,7 @@ from memory_failures import (
 )
 
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.objective import row_slices
+from optimum_moonshot.objective import patterns, row_slices
 from optimum_moonshot.pipeline import backoff
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.recover import tuning
@@ -162,6 +162,13 @@ def test_slices_respect_their_limit():
         assert row_slices.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
     assert limit.largest == 16
     assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
+
+
+def test_a_selection_is_not_a_slice_of_a_solver():
+    limit = row_slices.SliceLimit(1)
+    with row_slices.limited(limit):
+        keep = patterns.NM(1, 2).keep(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
+    assert keep.tolist() == [[False, True, True, False]] and limit.largest == 0
 
 
 @pytest.mark.parametrize("samples", [None, 1, 2, 3, 5])
