@@ -166,10 +166,10 @@ def test_a_damaged_entry_is_refused_by_its_field(change, words):
 
 def test_an_invalid_entry_is_refused():
     for entry in (None, [], "x", 3):
-        with pytest.raises(MoonshotError, match="no object"):
+        with pytest.raises(MoonshotError, match="not an object"):
             PackedLayer.read(entry)
     for field in ENTRY:
-        with pytest.raises(MoonshotError, match=f"lacks {field}"):
+        with pytest.raises(MoonshotError, match=f"has no {field}"):
             PackedLayer.read({name: value for name, value in ENTRY.items() if name != field})
 
 
