@@ -169,7 +169,7 @@ def test_an_invalid_entry_is_refused():
         with pytest.raises(MoonshotError, match="not an object"):
             PackedLayer.read(entry)
     for field in ENTRY:
-        with pytest.raises(MoonshotError, match=f"lacks {field}"):
+        with pytest.raises(MoonshotError, match=f"has no {field}"):
             PackedLayer.read({name: value for name, value in ENTRY.items() if name != field})
 
 
