@@ -106,7 +106,7 @@ class OSSCAR(Solver):
             if objective.scales.b:  # the Fisher term has all rows
                 rows[:] = True
             part = replace(objective, weight=objective.weight[rows], alive=objective.alive[rows])
-            system = System(part, ridge)
+            system = System(part, ridge, torch.float64)
             weight[rows] = system.refit(weight[rows] * keep[rows] * system.scale, keep[rows], REFIT_STEPS, columns)
         return weight, keep
 
