@@ -106,8 +106,8 @@ def minimum(matrix, row, keep):
         ("obc", {"sparsity": 0.8}),
         ("obc", {"pattern": "1:4"}),
         ("cap", {"sparsity": 0.8}),
-        ("alps", {"sparsity": 0.8}),
-        ("alps", {"pattern": "1:4"}),
+        ("alps", {"sparsity": 0.8, "solver_options": {"refit_steps": 100}}),  # until it converges
+        ("alps", {"pattern": "1:4", "solver_options": {"refit_steps": 100}}),
         ("osscar", {"pattern": "structured", "sparsity": 0.25}),
         ("osscar", {"pattern": "structured", "sparsity": 0.25, "group_size": 8}),
     ],
