@@ -105,15 +105,6 @@ class Backoff:
         self.notes: list[str] = []  # the changes in all processes, for the report; see `share`
         self.repeated_at: set[str] = set()  # where work that cannot be halved was tried once more
 
-    @property
-    def processes(self) -> int:
-        """The number of processes of the run."""
-        return self.ranks.size
-
-    def all_reduce_min(self, value: int) -> int:
-        """The least value of all processes."""
-        return self.ranks.all_reduce_min(value)
-
     def share(self) -> None:
         """Gather the notes of all processes, and the bytes that they have spilled."""
         changes = [change.describe(kind, self.device) for kind, change in self.changes.items()]
@@ -165,7 +156,7 @@ class Backoff:
         """Like `together`, under an observer's hooks; `merge` then adds the statistics of all processes."""
         with self.together(), observer:
             yield observer
-        if self.processes > 1:
+        if self.ranks.size > 1:
             merge(observer, self.ranks)
 
     def pass_failed(self, error: PassTooLarge, where: str, batches: Sequence[Batch]) -> None:
@@ -220,7 +211,7 @@ class Backoff:
         Raises:
             Exception: the error, unless all processes were out of memory together.
         """
-        agreed = self.processes == 1 or isinstance(error, PassTooLarge)
+        agreed = self.ranks.size == 1 or isinstance(error, PassTooLarge)
         if not (agreed and is_out_of_memory(error)):
             raise error
         self.failure, self.in_solver = one_line(error), False
@@ -238,7 +229,7 @@ class Backoff:
         _, message = self._sliced(where, work)
         if message is None:
             return True
-        if self.ranks.barriers_passed != barriers or (not alone and self.processes > 1):
+        if self.ranks.barriers_passed != barriers or (not alone and self.ranks.size > 1):
             raise torch.OutOfMemoryError(message)
         self.failure, self.in_solver = message, True
         return False
@@ -341,7 +332,7 @@ class Backoff:
             None if where in self.repeated_at else (0, 0),
         ]
         first = next((index for index, sizes in enumerate(ways) if sizes is not None), len(ways))
-        first = first if single else self.all_reduce_min(first)
+        first = first if single else self.ranks.all_reduce_min(first)
         if first == len(ways):
             raise torch.OutOfMemoryError(message)
         way, sizes = WAYS[first], ways[first]

@@ -75,7 +75,7 @@ class Prepared:
 
     @cached_property
     def _shard(self) -> list[Batch]:
-        if self.data is None or self.backoff.processes == 1:
+        if self.data is None or self.backoff.ranks.size == 1:
             return [] if self.data is None else self.data.batches
         shard = self.subject.ranks.shard(len(self.data.batches))
         return self.data.batches[shard.start : shard.stop]
@@ -109,7 +109,7 @@ def sample_folder(
 
     None: in memory, or this process does not write.
     """
-    if folder is None or not subject.is_main:
+    if folder is None or not subject.ranks.is_main:
         return None
     return RunFolder(folder, field).for_samples(of_one_run=field == "resume_dir")
 
@@ -141,7 +141,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
         for part, values in model_parts(subject.model, sums).items():
             ranks.check_equal(part, values)
     data = None
-    if calibration is not None and subject.is_main:
+    if calibration is not None and subject.ranks.is_main:
         data = read_data(subject, selection, calibration, kept)
         data = data if offloaded else with_samples_shown(subject, selection, data)
     data = ranks.broadcast_object(data)
@@ -186,7 +186,7 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
                 data = one_by_one(data, unshown)
     block_probe = BlockProbe(extras, sums | rest_sums(subject.model, sums), function)
-    if prepared.backoff.processes > 1:
+    if prepared.backoff.ranks.size > 1:
         subject.ranks.check_equal("the model", block_probe.sums)
     return dataclasses.replace(prepared, data=data, block_probe=block_probe)
 

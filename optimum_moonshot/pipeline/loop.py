@@ -83,7 +83,7 @@ def solve_parts(task: Task, stage: Stage) -> None:
                 del statistics  # before the next one is taken
         except Exception as error:
             backoff.part_failed(error)
-        if backoff.processes > 1:
+        if backoff.ranks.size > 1:
             task.exchange(solved)
         if backoff.lost():
             repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))

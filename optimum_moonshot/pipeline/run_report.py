@@ -25,7 +25,7 @@ def attach_report(
     `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` precede those on memory and
     processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
     """
-    config, processes = selection.config, prepared.backoff.processes
+    config, processes = selection.config, prepared.backoff.ranks.size
     alone = ["the rotation was learned"] if config.rotation is not None else []
     alone += ["the blocks were recovered"] if config.recover not in (None, "distill") else []
     by_one = f"; {' and '.join(alone)} by one of them" if alone else ""

@@ -50,11 +50,6 @@ class Subject:
     notes: tuple[str, ...] = ()  # on the conditions of the run, for its report
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process writes files, and does the work that is not shared."""
-        return self.ranks.is_main
-
-    @property
     def narrowed(self) -> bool:
         """Whether directions of the residual stream left before the run, so that every block differs."""
         return self.teacher is not None and self.teacher.basis is not None

@@ -57,7 +57,7 @@ class Task(ABC):
             return []
         here = backoff.storage.available(), sample_count(self.batches())
         available, samples = zip(*backoff.ranks.all_gather_object(here), strict=True)
-        return partition(layers, self.spec, min(available), backoff.processes, max(samples))
+        return partition(layers, self.spec, min(available), backoff.ranks.size, max(samples))
 
     def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, Any]]:
         """Seam 1: one pass over the data, then the statistics of every layer that this process solves, freed in turn.

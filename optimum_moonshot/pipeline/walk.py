@@ -190,8 +190,10 @@ class Walk:
         for i in range(first, self.highest if self.gradients else self.lowest):
             with self.blocks[i].onloaded():
                 self.forward(i)
-        if self.gradients:
-            self._cache_outputs()
+        if self.gradients:  # the outputs of the last block, which their gradients will replace
+            with self.blocks[self.highest].onloaded(), torch.no_grad():
+                outputs = (self._output(self.highest, call) for call in self.calls[self.highest])
+                self.deltas = [self.storage.put(output, "output gradients") for output in outputs]
         for index, batch in enumerate(self.batches):
             if self.gradients:
                 self.differentiate_head(index, batch)
@@ -209,14 +211,6 @@ class Walk:
                 following.hidden = call.hidden.copy_(output)
         if i < self.lowest:
             self.calls[i] = []
-
-    @torch.no_grad()
-    def _cache_outputs(self) -> None:
-        """The outputs of the last block, which their gradients will replace."""
-        self.deltas = []
-        with self.blocks[self.highest].onloaded():
-            for call in self.calls[self.highest]:
-                self.deltas.append(self.storage.put(self._output(self.highest, call), "output gradients"))
 
     def _output(self, i: int, call: BlockCall) -> Tensor:
         block = self.blocks[i].module

@@ -63,7 +63,7 @@ class PruningWithoutData(Pruning):
         layers = tuple(layer for layer in stage.layers if self.lacks(layer))
         solver, patterns = self.prepared.selection.solver, self.spec.patterns
         costs = [solving_cost(solver, layer, patterns[layer.name]) for layer in layers]
-        return [Part(layers, tuple(assign(costs, self.backoff.processes)))] if layers else []
+        return [Part(layers, tuple(assign(costs, self.backoff.ranks.size)))] if layers else []
 
     def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
         for layer, owner in zip(part.layers, part.owners, strict=True):

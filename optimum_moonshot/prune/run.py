@@ -4,6 +4,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from ..config import MoonshotConfig
@@ -36,7 +37,8 @@ def prune_model(
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
-        with rotated(prepared, [variant], stays=True) as rotating:
+        rotation = nullcontext(0.0) if config.rotation is None else rotated(prepared, [variant], stays=True)
+        with rotation as rotating:
             recovery = None if config.recover is None else plan_recovery(prepared, variant)
             with frozen(subject.model), bar:
                 prune_layers(prepared, [variant], bar)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,18 +34,14 @@ if TYPE_CHECKING:
 SAVED_EVERY = 10
 
 
-def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> AbstractContextManager[float]:
+@contextmanager
+def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
     """Rotate the dense model for the patterns of the variants, and restore it if the block fails.
 
     The store of the first variant has the state of learning. If the model does not stay rotated (`stays`), each variant
-    rotates it when its weights are written. Yields the seconds of the rotation, 0 without one.
+    rotates it when its weights are written. Yields the seconds of the rotation.
     """
-    without = prepared.selection.config.rotation is None
-    return nullcontext(0.0) if without else _rotated(prepared, variants, stays)
 
-
-@contextmanager
-def _rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
     def patterns(layer: PrunableLayer) -> list[Pattern]:
         return list(dict.fromkeys(variant.pattern_of(layer) for variant in variants))
 

@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,8 @@ def solve_variants(
             folder = None if work_dir is None else Path(work_dir) / name
             variants.append(Variant.open(prepared, selection, folder, "work_dir"))
         measure(prepared)
-        with rotated(prepared, variants, stays=False):
+        rotation = prepared.selection.config.rotation
+        with nullcontext() if rotation is None else rotated(prepared, variants, stays=False):
             total = len(prepared.selection.layers)
             bar = progress_bar(total=total, desc="pruning", unit="layer", shown=subject.progress)
             with enough_memory(Text("lower {} or {}", "max_memory", "num_samples")), frozen(subject.model), bar:
