@@ -68,8 +68,8 @@ class PruningWithoutData(Pruning):
     def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
         for layer, owner in zip(part.layers, part.owners, strict=True):
             if self.backoff.solves(owner):
-                inputs = torch.eye(layer.shape[1], device=layer.parameter.device)
-                yield layer, LayerStatistics(inputs, None, 0)
+                inputs = torch.ones(layer.shape[1], device=layer.parameter.device)  # the diagonal of the identity
+                yield layer, LayerStatistics(inputs, None, 0, diagonal=True)
 
 
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:
