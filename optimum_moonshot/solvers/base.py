@@ -67,8 +67,8 @@ class Solver(ABC):
     objective: ClassVar[type[Objective]] = Quadratic
     # Whether rows may be in groups with separate inputs, as in grouped convolutions.
     grouped: ClassVar[bool] = False
-    # False where the mask depends on the weights alone, and data only affect losses in the report. Without data, `solve`
-    # gets a `DiagonalQuadratic` of ones.
+    # False where the mask depends on the weights alone, and data only affect losses in the report. Without data,
+    # `solve` gets a `DiagonalQuadratic` of ones.
     calibrated: ClassVar[bool] = True
     # Whether it ranks removals: one elimination then yields every sparsity, and a layer whose statistics exceed memory
     # can be solved in chunks of rows. Requires the methods of `ranked.Ranked` and a field ``damping``.
