@@ -37,7 +37,7 @@ def main(output: str = "outputs/demo") -> None:
     recipe = replace(recipe, bits=4)
     prune("2:4, recipe, 4 bits", f"{output}/rotated", recipe, f"{output}/recipe-int4", seconds)
     seconds, cpu = time.perf_counter() - started, time.process_time() - started_cpu
-    print(f"\nin all {cpu:.0f} CPU seconds, {seconds:.0f} seconds of wall time")
+    print(f"\ntotal: {cpu:.0f} s CPU, {seconds:.0f} s wall")
     print(f'load a model with load_pruned("{output}/recipe-int4")')
 
 
