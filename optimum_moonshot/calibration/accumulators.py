@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
-from ..objective.row_slices import slice_bytes, split_range
+from ..objective.row_slices import slice_bytes, split_within
 from .statistic import GradientStatistic, InputStatistic, Merger
 from .storage import Storage
 
@@ -219,8 +219,7 @@ class RowMatrices(RowGradients):
         if not self.used:
             return
         gradients = self.staged[: self.used].unflatten(2, (-1, self.size)).flatten(1, 2)
-        width = max(1, slice_bytes(self.staged.device) // (8 * self.used * self.size))
-        for rows in split_range(0, len(self.matrices), width):
+        for rows in split_within(len(self.matrices), 8 * self.used * self.size, slice_bytes(self.staged.device)):
             vectors = gradients[:, rows].transpose(0, 1)
             self.matrices[rows].baddbmm_(vectors.mT, vectors)
         self.staged.zero_()

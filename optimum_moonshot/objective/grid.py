@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import MAX_INT, MoonshotError, require
-from .row_slices import CPU_BYTES, slice_bytes, split_range
+from .row_slices import CPU_BYTES, slice_bytes, split_within
 
 BITS = (8, 4, 3)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # codes and scales are computed in float32
@@ -104,7 +104,7 @@ class Grid:
         """
         scale = torch.empty(len(weight), self.groups(weight.shape[1]), dtype=self.dtype, device=weight.device)
         size = SEARCH_BYTES if weight.device.type == "cpu" else CPU_BYTES
-        for rows in split_range(0, len(weight), max(1, size // (24 * weight.shape[1]))):
+        for rows in split_within(len(weight), 24 * weight.shape[1], size):
             weights = importance if len(importance) == 1 else importance[rows]
             scale[rows] = self._search(self.blocks(weight[rows].float()), self.blocks(weights.float()))
         return scale
@@ -156,7 +156,7 @@ class Grid:
             MoonshotError: a group is not on the grid.
         """
         scale = weight.new_empty(len(weight), self.groups(weight.shape[1]))
-        for rows in split_range(0, len(weight), max(1, slice_bytes(weight.device) // (32 * weight.shape[1]))):
+        for rows in split_within(len(weight), 32 * weight.shape[1], slice_bytes(weight.device)):
             scale[rows] = self._scales_of(self.blocks(weight[rows]), rows.start)
         return scale
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..devices import is_gpu
 from ..errors import MoonshotError, Option, Text, require
 from .grid import Grid
-from .row_slices import CPU_BYTES, split_range
+from .row_slices import CPU_BYTES, split_within
 
 # Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
 SELECTION_BYTES = 24
@@ -301,7 +301,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
         return torch.ones_like(scores, dtype=torch.bool)
     selected = torch.empty_like(scores, dtype=torch.bool)
     # Small slices even on a GPU, which a solver may have filled; the selection does not depend on them.
-    for rows in split_range(0, len(scores), max(1, CPU_BYTES // (SELECTION_BYTES * scores.shape[-1]))):
+    for rows in split_within(len(scores), SELECTION_BYTES * scores.shape[-1], CPU_BYTES):
         part = scores[rows]
         # By threshold: `topk` has no defined order of ties, and a stable sort is slower.
         threshold = kth_smallest(part, count)

@@ -27,8 +27,8 @@ _LIMIT: ContextVar[SliceLimit | None] = ContextVar("limit of slices of rows", de
 def limited(limit: SliceLimit) -> Iterator[None]:
     """Apply a limit to the results of `slices_within` and `row_slices` in this thread, inside the block.
 
-    Work that needs little memory beside a solver's, such as a selection, uses `split_range`: smaller slices of it would
-    not help a solver whose device is out of memory.
+    Work that needs little memory beside a solver's, such as a selection, uses `split_within`: smaller slices of it
+    would not help a solver whose device is out of memory.
     """
     token = _LIMIT.set(limit)
     try:
@@ -40,6 +40,11 @@ def limited(limit: SliceLimit) -> Iterator[None]:
 def split_range(start: int, stop: int, width: int) -> list[slice]:
     """Split [start, stop) into slices of `width` indices; the last one has the remainder."""
     return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
+
+
+def split_within(rows: int, bytes_per_row: int, most: int) -> list[slice]:
+    """Split [0, rows) into slices of at most `most` bytes and at least one row, whatever `limited` allows."""
+    return split_range(0, rows, max(1, most // bytes_per_row))
 
 
 def row_slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:

@@ -58,7 +58,7 @@ class _RecomputeStage(BlockStage):
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
         """Like `BlockStage.observe`, but without advancing; the gradients come from the dense blocks behind it."""
         recompute, blocks, index = self.recompute, self.walk, self.index
-        assert observer is not None and isinstance(blocks, Walk)
+        assert observer is not None
         if not observer.gradients:
             super().observe(observer)
             recompute.forward += 1
@@ -70,7 +70,6 @@ class _RecomputeStage(BlockStage):
 
     def advance(self) -> None:
         if self.has_next:
-            assert isinstance(self.walk, Walk)
             with swapped_weights(self.layers, self.recompute.weight):
                 self.walk.forward(self.index)
             self.recompute.forward += 1

@@ -166,7 +166,7 @@ class Walk:
         assert self.extras is not None
         with torch.no_grad(), onloaded_in_turn(self.around), passing_on(self.blocks, self.extras):
             for batch in self.batches:
-                self._run_hooked(batch, keep)
+                self._run_hooked(to_device(batch, model_device(self.model)), keep)
 
     def _keep(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], with_hidden: bool) -> None:
         """Cache the call of a block, with its hidden state if that is not computed later."""
@@ -175,13 +175,13 @@ class Walk:
         self.calls[i].append(BlockCall(*self._share(i, (args, kwargs)), cached))
 
     def _run_hooked(self, batch: Batch, keep: Callable[..., None], lowest: int = 0) -> Any:
-        """The output of the model on a batch, whose blocks call `keep` before they run; None after `Stop`."""
+        """The output of the model on a batch on its device; blocks call `keep` before they run. None after `Stop`."""
         with ExitStack() as hooks:
             for i in range(lowest, self.highest + 1):
                 module = self.blocks[i].module
                 hooks.callback(module.register_forward_pre_hook(partial(keep, i), with_kwargs=True).remove)
             try:
-                return run_model(self.model, to_device(batch, model_device(self.model)))
+                return run_model(self.model, batch)
             except Stop:
                 return None
 
@@ -234,7 +234,7 @@ class Walk:
 
         With gradients, the graph starts behind the highest observed block; without, the pass ends there.
         """
-        tail = list[Tensor]()
+        batch, tail = to_device(batch, model_device(self.model)), list[Tensor]()
 
         def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._keep(i, args, kwargs, with_hidden=self.gradients or i == self.lowest)
@@ -255,7 +255,6 @@ class Walk:
             stack.enter_context(onloaded_in_turn(self.blocks))
             output = self._run_hooked(batch, keep, self.lowest)
             if self.gradients:
-                batch = to_device(batch, model_device(self.model))
                 logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                 (delta,) = torch.autograd.grad(logits, tail, gradient)
                 self.deltas.append(self.storage.put(delta, "output gradients"))

@@ -6,7 +6,8 @@ of tokens is unknown without data, so every expert of a mixture gets the same nu
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from ..model.calls import (
 from ..model.experts import ExpertsLayer, expert_parameters, routing
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.offload import bare_copy
+from ..pipeline.block_sequences import BlockSequence
 
 
 class LiveBytes(TorchDispatchMode):
@@ -256,3 +258,14 @@ class _FakeModel:
             return hidden * 1.0
 
         return forward
+
+
+def sequences_by_shape(
+    footprint: ModelFootprint, blocks: Sequence[Block]
+) -> tuple[tuple[BlockSequence, ...], tuple[Block, ...]]:
+    """The sequential blocks, and the others with layers to prune, as far as shapes can show."""
+    calls = Counter(name for names in footprint.sequences for name in names)
+    once = {block.name: block for block in blocks if calls[block.name] == 1}
+    sequences = [tuple(once[name] for name in names if name in once) for names in footprint.sequences]
+    pruned = tuple(BlockSequence(each, None) for each in sequences if any(block.layers for block in each))
+    return pruned, tuple(block for block in blocks if calls[block.name] > 1 and block.layers)

@@ -1,8 +1,6 @@
 """The inputs of a plan: calibration batches, sequences of blocks, and the memory that is free."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..errors import MoonshotError, Text, reason, require
 from ..model.calls import Forward, frozen, model_device
-from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
 from ..model.model_info import (
     embedded_tokens,
@@ -24,11 +21,11 @@ from ..model.model_info import (
     text_setting,
     vocabulary_size,
 )
-from ..pipeline.block_sequences import BlockSequence, find_block_sequences
 from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
+from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
-from .footprint import ModelFootprint, model_footprint
+from .footprint import ModelFootprint, model_footprint, sequences_by_shape
 from .spec import OffloadedBlocks, RunSpec, module_bytes
 
 CPU = torch.device("cpu")
@@ -74,11 +71,11 @@ def build_spec(
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
     footprint, notes = _footprint(model, selection, data, forward, required=not onloaded)
     if onloaded:
-        with frozen(model), all_onloaded(blocks):
-            tested = find_block_sequences(model, blocks, prepared.probe, selection.needs_gradients, subject.loss)
+        with frozen(model):
+            tested = block_sequences(prepared, selection.needs_gradients)
         sequential, others = tuple(tested.sequential), tested.non_sequential
     else:
-        sequential, others = _sequences(footprint, blocks)
+        sequential, others = sequences_by_shape(footprint, blocks)
         hint = Text("without {} they can be pruned, and planned", "offload")
         single = offloaded is None or (len(sequential) == 1 and not others)
         require(single, "plan: the model's blocks are not sequential", hint=hint)
@@ -115,17 +112,6 @@ def _footprint(
         width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
         hidden = batch_size(largest) * (data.sequence_length or 0) * width
         return ModelFootprint({}, (), hidden, 0), [note]
-
-
-def _sequences(
-    footprint: ModelFootprint, blocks: Sequence[Block]
-) -> tuple[tuple[BlockSequence, ...], tuple[Block, ...]]:
-    """The sequential blocks, and the others with layers to prune, as far as shapes can show."""
-    calls = Counter(name for names in footprint.sequences for name in names)
-    once = {block.name: block for block in blocks if calls[block.name] == 1}
-    sequences = [tuple(once[name] for name in names if name in once) for names in footprint.sequences]
-    pruned = tuple(BlockSequence(each, None) for each in sequences if any(block.layers for block in each))
-    return pruned, tuple(block for block in blocks if calls[block.name] > 1 and block.layers)
 
 
 def _free(
