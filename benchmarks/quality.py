@@ -32,7 +32,7 @@ def methods(lambdas: list[float]):
     for solver in ("wanda", "sparsegpt"):
         for lam in (1.0, *lambdas):
             yield f"{solver} λ={lam:g}", {"solver": solver, "lam": lam}
-    yield "sparsegpt λ=0.9 attention", {"solver": "sparsegpt", "lam": 0.9, "fisher": "attention"}
+    yield "sparsegpt λ=0.9 attention", {"solver": "sparsegpt", "lam": 0.9, "fisher_layers": "attention"}
 
 
 def choices(layer, lambdas: list[float]):
@@ -40,7 +40,7 @@ def choices(layer, lambdas: list[float]):
     for pattern, choice in PATTERNS.items():
         for name, method in methods(lambdas):
             method = {**method}
-            if method.get("fisher") == "attention" and not layer.attention:
+            if method.get("fisher_layers") == "attention" and not layer.attention:
                 method["lam"] = 1.0
             yield (name, pattern), MoonshotConfig(**choice, **method)
 

@@ -111,7 +111,7 @@ class Bench:
         options = self.options
         choice = {name: getattr(setting, name) for name in ("solver", "sparsity", "pattern", "allocation", "recompute")}
         if setting.solver != "magnitude" and self.kind == "language":
-            choice["fisher"] = setting.fisher or options.fisher
+            choice["fisher_layers"] = setting.fisher or options.fisher
         if setting.allocation == "alpha":
             choice["alpha_tau"] = options.alpha_tau
         size = {"num_samples": options.samples, "sequence_length": options.sequence_length}

@@ -153,6 +153,15 @@ class Options:
         experts="computes all statistics on the dense model",
     )
     fisher: str = option(
+        "rows",
+        '"rows" (the default): every row of a matrix has a Fisher term of its own, as in the paper; "shared": the rows '
+        "share their mean, at little more than the cost of --lam 1 and at its memory",
+        more="The mean assumes that the tokens' gradients are independent: Σ_t s_t x_t x_tᵀ, where s_t is the mean "
+        "square of the gradient over the rows (GuidedQuant, arXiv 2505.07004).",
+        choices=("rows", "shared"),
+        experts="has one Fisher term",
+    )
+    fisher_layers: str = option(
         "all",
         '"all" (the default) or "attention": the layers that use the Fisher loss',
         more="The others have λ = 1. The paper uses the attention's for language models.",

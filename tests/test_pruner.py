@@ -164,7 +164,7 @@ def test_lambda_one_runs_no_backward_pass(monkeypatch):
 
 def test_attention_only_fisher_is_lambda_one_elsewhere():
     attention, single, both = make("llama"), make("llama"), make("llama")
-    report = prune(attention, fisher="attention").report
+    report = prune(attention, fisher_layers="attention").report
     prune(single, lam=1)
     prune(both)
     for layer in report.layers:
@@ -173,8 +173,8 @@ def test_attention_only_fisher_is_lambda_one_elsewhere():
         weight = attention.get_submodule(layer.name).weight
         twin = (both if inside else single).get_submodule(layer.name).weight
         assert torch.allclose(weight, twin, atol=1e-5)
-    with pytest.raises(MoonshotError, match="fisher='attention'"):
-        prune(make("llama"), fisher="attention", targets=["mlp"])
+    with pytest.raises(MoonshotError, match="fisher_layers='attention'"):
+        prune(make("llama"), fisher_layers="attention", targets=["mlp"])
 
 
 def test_wanda_never_stores_a_gradient_per_sample(monkeypatch):

@@ -4,7 +4,7 @@
 samples are accumulated in one of three ways: `Samples` stores every A_n, `Squares` their elementwise Σ_n A_n², and
 `RowMatrices` compresses them exactly, where there are more samples than inputs, to ``Σ_n a_n a_nᵀ`` of every row, or
 every column block of a row. A layer that is called several times for a sample, or in strips, has the sum of its pieces
-as gradient.
+as gradient. `WeightedGram` is an approximation of the last two that all rows share, and does not need A_n.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..model.layers import PrunableLayer
-from ..objective.fisher import FisherMatrices, SampleGradients
+from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
+from ..objective.quadratic import of_rows
 from ..objective.row_slices import slice_bytes, split_within
 from .statistic import GradientStatistic, InputStatistic, Merger
 from .storage import Storage
@@ -86,6 +87,7 @@ class TokenCounts(_Total):
 class GradientPlan:
     """The statistics of a layer's gradients to collect."""
 
+    shared: bool = False  # one matrix that all rows share
     column_block: int | None = None  # compress to matrices of this many inputs; None stores the gradients
     # Of the layer: a whole number of its groups or, also with a step, within one; None is all.
     rows: slice | None = None
@@ -232,6 +234,46 @@ class RowMatrices(RowGradients):
     def result(self) -> FisherMatrices:
         self._flush()
         return FisherMatrices(self.matrices, self.samples)
+
+
+class WeightedGram(GradientStatistic):
+    """``Σ_t s_t x_t x_tᵀ``, [groups, d_in, d_in] or, diagonal, [groups, d_in], where ``s_t = mean_k δ_tk²``.
+
+    Its matrices do not depend on the sample that a token belongs to.
+    """
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, diagonal: bool):
+        self.layer, self.samples, self.diagonal = layer, samples, diagonal
+        shape = (layer.groups,) + (layer.shape[1],) * (1 if diagonal else 2)
+        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Fisher matrix")
+        self.rows = layer.shape[0]  # that this process solves
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        # The root of s_t multiplies x on both sides of a product, which is therefore symmetric.
+        roots = torch.linalg.vector_norm(delta, dim=-1, keepdim=True).mul_(delta.shape[-1] ** -0.5)
+        weighted = (inputs * roots).transpose(0, 1).flatten(1, 2)  # [groups, tokens, in]
+        total = self.value[groups]
+        if self.diagonal:
+            total += weighted.square_().sum(1).to(total.device)
+        elif total.device == weighted.device:
+            total.baddbmm_(weighted.mT, weighted)
+        else:
+            total += (weighted.mT @ weighted).to(total.device)
+
+    def merge(self, merger: Merger) -> None:
+        ranks, owner = merger.ranks, merger.owner
+        ranks.all_reduce(self.value, owner if isinstance(owner, int) else None)
+        if isinstance(owner, tuple):
+            rows, size = owner[ranks.rank], self.rows // len(self.value)
+            self.value = self.value[rows.start // size : -(-rows.stop // size)]
+            self.rows = rows.stop - rows.start
+
+    def result(self) -> SharedFisher | Tensor:
+        if self.diagonal:
+            one = len(self.value) == 1
+            return self.value.expand(self.rows, -1) if one else of_rows(self.value, self.rows)
+        which = torch.arange(self.rows) * len(self.value) // max(1, self.rows)
+        return SharedFisher(self.value, which, self.samples)
 
 
 class LayerTotals(RowGradients):

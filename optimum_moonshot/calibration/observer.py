@@ -30,6 +30,7 @@ from .accumulators import (
     Samples,
     Squares,
     TokenCounts,
+    WeightedGram,
 )
 from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
@@ -269,7 +270,9 @@ class Observer(AbstractContextManager["Observer"]):
             if layer.name not in with_gradients:
                 continue
             plan, statistics = (plans or {}).get(layer.name, GradientPlan()), dict[type, GradientStatistic]()
-            if not plan.nothing and diagonal:
+            if not plan.nothing and plan.shared:
+                statistics[GradientStatistic] = WeightedGram(layer, samples, storage, diagonal)
+            elif not plan.nothing and diagonal:
                 statistics[GradientStatistic] = Squares(layer, storage)
             elif not plan.nothing and plan.column_block is not None:
                 statistics[GradientStatistic] = RowMatrices(layer, samples, storage, plan)

@@ -199,11 +199,12 @@ def make_metric(
     limit: int | None = None,
     bos: bool | None = None,
     dense: "dict[str, Embeddings] | None" = None,
+    against: Any = None,
 ) -> Metric:
     """Agreement for models without a head, accuracy for image models, perplexity for the others.
 
-    `limit` selects the first windows, images or texts, and `bos` is that of `perplexity`. An agreement is with the
-    embeddings of a data set in `dense`, else with those that are measured first.
+    `limit` selects the first windows, images or texts; `bos` and `against` are those of `perplexity`. An agreement is
+    with the embeddings of a data set in `dense`, else with those that are measured first.
     """
     from .. import accuracy, perplexity
     from ..evaluation.metrics import Agreement, embeddings
@@ -223,7 +224,7 @@ def make_metric(
         return Metric("cosine", ".4f", agreement)
     if takes_images(model):
         return Metric("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
-    options |= {"sequence_length": sequence_length, "max_windows": limit, "bos": bos}
+    options |= {"sequence_length": sequence_length, "max_windows": limit, "bos": bos, "against": against}
     return Metric("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
 
 

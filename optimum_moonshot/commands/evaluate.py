@@ -21,6 +21,9 @@ from .common import (
     usage_errors,
 )
 
+# The format of a metric's values; ".3f" for others.
+SPECS = {"accuracy": ".2%", "same neighbour": ".2%", "same top token": ".2%", "cosine": ".4f", "KL divergence": ".4f"}
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,8 +55,9 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="DENSE",
-        help="for a model without a head, such as a sentence encoder: the dense model, with whose embeddings of each "
-        "text or image MODEL's are compared",
+        help="the dense model that MODEL was made from: also the KL divergence of MODEL's predictions from its own, and "
+        "how often both predict the same token; for a model without a head, such as a sentence encoder, the agreement "
+        "of their embeddings",
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
@@ -93,19 +97,19 @@ def evaluate(args: argparse.Namespace) -> None:
 
     baseline, dense = (_reference(args, option) for option in ("baseline", "dense"))
     tasks = _tasks(args, (baseline, dense))
-    dense_embeddings = _dense_embeddings(args, device)
+    against, dense_embeddings = _dense_model(args, device)
     model, tokenizer, processor = _load_for_evaluation(args, device)
     message = Text("zero-shot tasks are for language models; use {}", "dataset")
     expect(not tasks or processor is None, message, field="tasks")
     _check_windows(args, "baseline", baseline, model, tokenizer)
     _check_windows(args, "dense", dense, model, tokenizer)
     model.to(device).eval()
-    report = EvalReport(args.model)
+    report, of_dense = EvalReport(args.model), EvalReport(args.against or "")
 
     def results() -> Iterator[Any]:
         if args.dataset:
             sizes = (args.sequence_length, args.batch_size, args.limit)
-            metric = make_metric(model, tokenizer, processor, *sizes, args.bos, dense_embeddings)
+            metric = make_metric(model, tokenizer, processor, *sizes, args.bos, dense_embeddings, against)
             yield from map(metric.measure, args.dataset)
         if tasks:
             from ..evaluation.zeroshot import zero_shot
@@ -115,6 +119,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
     for result in results():
         report.add(result)
+        if hasattr(result, "of_dense"):
+            of_dense.add(result.of_dense)
         if not args.json:
             print(*_lines(result, baseline), sep="\n", flush=True)
         if args.output:
@@ -133,7 +139,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.record:
         from ..checkpoint.saving import record
 
-        card = record(args.model, report, dense)
+        card = record(args.model, report, dense or of_dense)
         places = "the report and the model card" if card else "the report; the model card is not one of this package"
         if not args.json:
             print(f"recorded    in {places}")
@@ -209,17 +215,22 @@ def _tasks(args: argparse.Namespace, references: "tuple[EvalReport | None, ...]"
     return tasks
 
 
-def _dense_embeddings(args: argparse.Namespace, device: "torch.device") -> "dict[str, Embeddings]":
-    """The dense model's embeddings of each data set, for a model without a head; empty for others."""
+def _dense_model(args: argparse.Namespace, device: "torch.device") -> "tuple[Any, dict[str, Embeddings]]":
+    """The dense model; or, of a model without a head, its embeddings of each data set."""
+    from ..model.embeddings import has_head
+
     dense: dict[str, Embeddings] = {}
-    if args.against is not None:
-        other = argparse.Namespace(**{**vars(args), "model": args.against, "runtime": "dense"})
-        model, tokenizer, processor = _load_for_evaluation(other, device)
-        sizes = (args.sequence_length, args.batch_size, args.limit)
-        metric = make_metric(model.to(device).eval(), tokenizer, processor, *sizes, dense=dense)
-        for dataset in args.dataset:
-            metric.measure(dataset)
-    return dense
+    if args.against is None:
+        return None, dense
+    other = argparse.Namespace(**{**vars(args), "model": args.against, "runtime": "dense"})
+    model, tokenizer, processor = _load_for_evaluation(other, device)
+    model.to(device).eval()
+    if has_head(type(model)):
+        return model, dense
+    metric = make_metric(model, tokenizer, processor, args.sequence_length, args.batch_size, args.limit, dense=dense)
+    for dataset in args.dataset:
+        metric.measure(dataset)
+    return None, dense
 
 
 def _lines(result: Any, baseline: Any) -> list[str]:
@@ -227,10 +238,12 @@ def _lines(result: Any, baseline: Any) -> list[str]:
     references = {} if baseline is None else baseline.measurements()
     lines = []
     for name, (metric, value, settings) in result.measurements().items():
-        spec = {"accuracy": ".2%", "same neighbour": ".2%", "cosine": ".4f"}.get(metric, ".3f")
+        spec = SPECS.get(metric, ".3f")
         stderr = getattr(result, "stderr", {}).get(name)
         line = f"{metric:<11} {value:{spec}}" + ("" if stderr is None else f" ± {stderr:{spec}}")
         line += f" on {getattr(result, 'dataset', name)}" + (" with BOS" if settings.get("bos") else "")
+        if metric == "perplexity" and hasattr(result, "dense"):
+            line += f" (dense {result.dense:{spec}})"
         if name in references:
             note = "" if references[name][::2] == (metric, settings) else ", measured in another way"
             line += f" (baseline {references[name].value:{spec}}{note})"
@@ -256,8 +269,8 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     cls = model_class(config)
     images = getattr(cls, "main_input_name", None) == "pixel_values"
     if has_head(cls):
-        message = f"{cls.__name__} has a head, whose predictions perplexity and accuracy measure; leave the option out"
-        expect(args.against is None, message, field="against", value=args.against)
+        message = f"{cls.__name__} classifies images, which accuracy measures; leave the option out"
+        expect(args.against is None or not images, message, field="against", value=args.against)
     else:
         message = f"{cls.__name__} has no head: give the dense model, to compare its embeddings"
         expect(args.against is not None, message, field="against")

@@ -1,16 +1,18 @@
-"""Metrics of a model: perplexity, top-1 accuracy, and the agreement of its embeddings with those of the dense model.
+"""Metrics of a model: perplexity, top-1 accuracy, and its agreement with the dense model that it was made from.
 
 Perplexity follows the protocol of the pruning literature, and is comparable with published numbers. The text is
 tokenised as one stream and split into non-overlapping windows of the model's sequence length. Perplexity is the
 exponential of the mean loss of all next-token predictions within windows. In the literature only the first window
 begins with BOS; models that were trained with BOS before every context need it before each window.
 
-Agreement is for models without a head. Both outputs are pooled as the dense checkpoint declares, else by the mean over
-their positions.
+A language model agrees with the dense one where the divergence of their predictions is small: it shows more than
+perplexity on models that were trained further than on plain text, such as on instructions. Models without a head are
+compared by their embeddings, pooled as the dense checkpoint declares, else by the mean over their positions.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
@@ -48,10 +50,32 @@ class Perplexity:
     tokens: int  # predicted tokens: windows · (sequence_length - 1)
     bos: bool = False  # every window begins with BOS
 
-    def measurements(self) -> dict[str, Measurement]:
+    @property
+    def settings(self) -> dict[str, Any]:
         settings = {"windows": self.windows, "sequence_length": self.sequence_length}
-        settings |= {"bos": True} if self.bos else {}
-        return {short_name(self.dataset): Measurement("perplexity", self.value, settings)}
+        return settings | ({"bos": True} if self.bos else {})
+
+    def measurements(self) -> dict[str, Measurement]:
+        return {short_name(self.dataset): Measurement("perplexity", self.value, self.settings)}
+
+
+@dataclass(frozen=True)
+class Divergence(Perplexity):
+    """A perplexity, with the divergence of the predictions from those of the dense model."""
+
+    kl: float = field(kw_only=True)  # mean of KL(dense ‖ model) over the predicted tokens, in nats
+    agreement: float = field(kw_only=True)  # fraction of the tokens that both models find the most probable
+    dense: float = field(kw_only=True)  # perplexity of the dense model
+
+    @property
+    def of_dense(self) -> Perplexity:
+        """The dense model's perplexity of the same data."""
+        return Perplexity(self.dense, self.dataset, self.windows, self.sequence_length, self.tokens, self.bos)
+
+    def measurements(self) -> dict[str, Measurement]:
+        values, name = {"KL divergence": self.kl, "same top token": self.agreement}, short_name(self.dataset)
+        more = {metric_key(name, metric): Measurement(metric, value, self.settings) for metric, value in values.items()}
+        return super().measurements() | more
 
 
 def perplexity(
@@ -63,6 +87,7 @@ def perplexity(
     batch_size: int = 4,
     max_windows: int | None = None,
     bos: bool | None = None,
+    against: nn.Module | None = None,
     progress: bool = False,
 ) -> Perplexity:
     """Perplexity of a causal language model; lower is better.
@@ -80,6 +105,7 @@ def perplexity(
         max_windows: the largest number of windows to evaluate; None is all, and 256 for "c4".
         bos: whether every window begins with BOS, which replaces one token of text; None: if the tokenizer puts it
             before a text. False is the protocol of published numbers, where only the whole text does.
+        against: the dense model that this one was made from, with the same tokens; the result is a `Divergence` then.
         progress: show a progress bar of the windows.
 
     Raises:
@@ -102,14 +128,22 @@ def perplexity(
     hint = "perplexity of text needs a causal language model"
     require(not encoder, f"{type(model).__name__} is an encoder-decoder", hint=hint)
     check_tokens(model, windows, "tokenizer")
-    total = torch.zeros((), dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     bar = progress_bar(total=len(windows), desc="perplexity", shown=progress)
-    with isolated(model) as model, evaluation_mode(model), torch.no_grad(), bar:
+    with ExitStack() as stack:
+        model, *dense = (stack.enter_context(isolated(each)) for each in (model, against) if each is not None)
+        for each in (model, *dense):
+            stack.enter_context(evaluation_mode(each))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(bar)
         for batch in windows.split(batch_size):
-            total += _loss(model, batch)
+            sums += _prediction_sums(batch, _next_logits(model, batch), *(_next_logits(each, batch) for each in dense))
+            _check_finite(model, sums[0], " logits")
             bar.update(len(batch))
     tokens = len(windows) * (length - 1)
-    return Perplexity(float((total / tokens).exp()), describe(dataset), len(windows), length, tokens, bool(first))
+    values, (kl, same) = (sums[:2] / tokens).exp().tolist(), (sums[2:] / tokens).tolist()
+    shared = values[0], describe(dataset), len(windows), length, tokens, bool(first)
+    return Perplexity(*shared) if against is None else Divergence(*shared, kl=kl, agreement=same, dense=values[1])
 
 
 def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list[int]) -> Tensor:
@@ -128,22 +162,34 @@ def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list
     return torch.cat([torch.tensor(bos, dtype=torch.int64).expand(count, -1), windows], 1) if bos else windows
 
 
-def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Summed loss of the next-token predictions in windows [B, T], in float64 on the CPU."""
-    ids = ids.to(model_device(model))
+def _next_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """The logits [B, T - 1, vocabulary] of the next tokens in windows [B, T]."""
     with wide_products(model):
-        logits = _logits(model, {"input_ids": ids})
+        logits = _logits(model, {"input_ids": ids.to(model_device(model))})
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         message = f"{type(model).__name__} returns no logits for every token"
         raise MoonshotError(message, hint="load it with AutoModelForCausalLM, with its head")
-    step = max(1, SLICE_BYTES // (4 * logits.shape[-1]))
-    total = torch.zeros((), dtype=torch.float64)
-    for window, scores in zip(ids, logits, strict=True):
-        targets = window[1:].to(scores.device).split(step)
-        for rows, target in zip(scores[:-1].split(step), targets, strict=True):
-            total += functional.cross_entropy(rows.float(), target, reduction="none").cpu().double().sum()
-    _check_finite(model, total, " logits")
-    return total
+    return logits[:, :-1]
+
+
+def _prediction_sums(ids: Tensor, logits: Tensor, dense: Tensor | None = None) -> Tensor:
+    """Sums over the predicted tokens of windows [B, T]: loss, and with the dense model's logits its loss, KL, agreement.
+
+    [4] in float64 on the CPU.
+    """
+    vocabulary = logits.shape[-1]
+    shapes = f"{vocabulary} tokens, the dense model {0 if dense is None else dense.shape[-1]}"
+    require(dense is None or dense.shape[-1] == vocabulary, f"the model predicts {shapes}", field="against")
+    sums, step = torch.zeros(4, dtype=torch.float64), max(1, SLICE_BYTES // (4 * vocabulary))
+    for window, *of_window in zip(ids, logits, *([] if dense is None else [dense]), strict=True):
+        targets = window[1:].to(logits.device).split(step)
+        for target, *rows in zip(targets, *(each.split(step) for each in of_window), strict=True):
+            own, *other = (each.to(logits.device).float().log_softmax(-1) for each in rows)
+            values = [functional.nll_loss(each, target, reduction="none") for each in (own, *other)]
+            for expected in other:
+                values += [(expected.exp() * (expected - own)).sum(-1), expected.argmax(-1) == own.argmax(-1)]
+            sums[: len(values)] += torch.stack([each.cpu().double().sum() for each in values])
+    return sums
 
 
 def _logits(model: nn.Module, batch: Batch) -> Any:

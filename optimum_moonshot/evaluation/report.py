@@ -14,7 +14,7 @@ from ..errors import MoonshotError, check_path, require
 from ..files import replace_file, writing
 from ..reports.json_files import check_fields
 from ..reports.measurement import Measured, Measurement, versions
-from .metrics import Accuracy, Agreement, Perplexity
+from .metrics import Accuracy, Agreement, Divergence, Perplexity
 from .zeroshot import ZeroShot
 
 Result = Perplexity | Accuracy | Agreement
@@ -82,7 +82,7 @@ class EvalReport:
             for dataset, value in values.get(field, {}).items():
                 value = math.inf if value is None and kind is Perplexity else value
                 fields = {"value": value, "dataset": dataset, **settings[dataset]}
-                results[field][dataset] = check_fields(kind, fields, dataset)
+                results[field][dataset] = check_fields(Divergence if "kl" in fields else kind, fields, dataset)
         return cls(
             model=values.get("model", ""),
             zero_shot=ZeroShot.from_dict(zero_shot) if zero_shot else None,

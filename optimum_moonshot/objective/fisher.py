@@ -1,8 +1,8 @@
 """The Fisher term of a quadratic's rows, ``A_k A_kᵀ = Σ_n a_n a_nᵀ`` for row k, in several representations.
 
 `SampleGradients` stores row k of each sample's gradient, the a_n. `FisherMatrices` stores the sums, which is exact too
-and smaller if there are more samples than inputs. Quadratics and solvers use the interface `Fisher` only; another
-approximation of the term is another subclass.
+and smaller if there are more samples than inputs. `SharedFisher` is an approximation that does not depend on the row.
+Quadratics and solvers use the interface `Fisher` only; another approximation of the term is another subclass.
 
 Tensor format: rows are those of a weight [d_out, d_in], or its column blocks, where block j of row k is row
 ``k · blocks + j``. Values may be on any device and in any floating-point dtype; results are computed on the device of
@@ -30,6 +30,7 @@ class Fisher(ABC):
     count: int  # rows
     size: int  # inputs of a row: d_in, or the size of a column block
     max_rank: int  # number of factors of a row, a bound of its rank: at most the samples, and at most the inputs
+    shared: Tensor | None = None  # the matrices, [matrices, size, size], where consecutive rows share one
 
     @abstractmethod
     def part(self, rows: slice) -> Fisher:
@@ -156,3 +157,51 @@ class FisherMatrices(Fisher):
 
     def is_finite(self) -> bool:
         return all_finite(self.values)
+
+
+class SharedFisher(Fisher):
+    """``Σ_t s_t x_t x_tᵀ`` with ``s_t = mean_k δ_tk²`` over the rows that share it (GuidedQuant, arXiv 2505.07004).
+
+    For independent tokens it is the mean of the rows' terms. The rows of a layer, or of each of its groups, share one.
+
+    Args:
+        shared: [matrices, size, size].
+        which: index of each row's matrix, int64 [count] on the CPU; ascending, or that of column blocks.
+        samples: N.
+    """
+
+    def __init__(self, shared: Tensor, which: Tensor, samples: int):
+        self.shared: Tensor = shared
+        self.which, self.samples = which, samples
+        self.count, self.size = len(which), shared.shape[-1]
+        self.max_rank = self.size
+
+    def part(self, rows: slice) -> SharedFisher:
+        which = self.which[rows]
+        first, last = (int(which.min()), int(which.max())) if len(which) else (0, -1)
+        return SharedFisher(self.shared[first : last + 1], which - first, self.samples)
+
+    def column_blocks(self, size: int) -> SharedFisher:
+        blocks = self.size // size
+        if blocks == 1:
+            return self
+        which = self.which[:, None] * blocks + torch.arange(blocks)
+        return SharedFisher(diagonal_blocks(self.shared, size).flatten(0, 1), which.flatten(), self.samples)
+
+    def matrices(self, rows: slice, device: torch.device) -> Tensor:
+        return self.shared.to(device, torch.float64)[self.which[rows].to(device)]
+
+    def losses(self, deltas: Tensor) -> Tensor:
+        total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
+        for index, matrix in enumerate(self.shared):
+            of_rows = deltas if len(self.shared) == 1 else deltas[:, self.which == index]
+            products = of_rows @ matrix.to(deltas.device, torch.float32)
+            total += (products * of_rows).double().sum((1, 2))
+        return total / self.samples
+
+    def mean_square(self) -> float:
+        diagonals = self.shared.diagonal(dim1=1, dim2=2).double().mean(1).cpu()
+        return float(diagonals[self.which].mean())
+
+    def is_finite(self) -> bool:
+        return all_finite(self.shared)

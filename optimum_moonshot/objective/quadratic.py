@@ -5,10 +5,11 @@
     L_F(W) = 1/N Σ_k ‖A_kᵀ (w_k-ŵ_k)‖²               A_k: row k of the N per-sample gradients, as columns
 
 so the matrix of row k is ``F_k = a G + b A_k A_kᵀ`` with ``a = λ/L_R(0)`` and ``b = (1-λ)/(N L_F(0))``, and
-``L_λ(0) = 1``. `Quadratic` has the whole matrices or, with column blocks, only their diagonal blocks (CAP), and
-`DiagonalQuadratic` only their diagonals (Wanda), each normalised by its own losses. Tensor format here and in all
-solvers: weights [d_out, d_in], gradients [N, d_out, d_in] as a `Fisher`. Groups of d_out/groups rows can have separate
-Gram matrices, as in a grouped convolution; G is then [groups, d_in, d_in].
+``L_λ(0) = 1``. Where rows share the Fisher term, G is replaced by F = a G + b A Aᵀ: solvers then work as at λ = 1.
+`Quadratic` has the whole matrices or, with column blocks, only their diagonal blocks (CAP), and `DiagonalQuadratic`
+only their diagonals (Wanda), each normalised by its own losses. Tensor format here and in all solvers: weights
+[d_out, d_in], gradients [N, d_out, d_in] as a `Fisher`. Groups of d_out/groups rows can have separate Gram matrices, as
+in a grouped convolution; G is then [groups, d_in, d_in].
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Quadratic:
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
     totals: Totals | None = None  # of the layer, if `fisher` covers some rows only
     alive: Tensor | None = None  # bool [d_out, d_in], True for the weights that may be nonzero; None: all
+    inputs: Tensor | None = None  # G where `gram` is F, which rows share, and so a = 1 and b = 0; None: `gram` is G
 
     diagonal_only: ClassVar[bool] = False  # whether only the diagonals of G and A_k A_kᵀ are used
 
@@ -132,7 +134,10 @@ class Quadratic:
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         source = totals or fisher
         scalars = scales(lam, *at_zero, samples=source.samples if source else 0, dead=dead)
-        return cls(weight, gram, fisher, scalars, at_zero, totals, alive)
+        if fisher is None or fisher.shared is None or not scalars.b:
+            return cls(weight, gram, fisher, scalars, at_zero, totals, alive)
+        shared = scalars.a * gram + scalars.b * fisher.shared.to(gram.device).view_as(gram)
+        return cls(weight, shared, fisher, scalars._replace(a=1.0, b=0.0), at_zero, totals, alive, inputs=gram)
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
         """The quadratic of some rows of the weight: a whole number of groups, or some within one."""
@@ -147,7 +152,8 @@ class Quadratic:
     def damping_unit(self) -> float:
         """The number that a damping of 1 adds to the diagonal: ``mean(diag G)/L_R(0)`` for every λ (paper A.6)."""
         if self.losses_at_zero[0]:
-            return float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
+            gram = self.gram if self.inputs is None else self.inputs
+            return float(gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
         return self.mean_diagonal() or 1.0
 
     @property
@@ -189,7 +195,8 @@ class Quadratic:
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
-        return _relative(_terms(deltas, self.gram, self.fisher), self.losses_at_zero, self.scales.lam)
+        gram = self.gram if self.inputs is None else self.inputs
+        return _relative(_terms(deltas, gram, self.fisher), self.losses_at_zero, self.scales.lam)
 
 
 def _by_group(gram: Tensor) -> Tensor:

@@ -125,11 +125,11 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     """
     config, ranks = selection.config, subject.ranks
     require(
-        config.fisher == "all" or any(layer.attention for layer in selection.layers),
+        config.fisher_layers == "all" or any(layer.attention for layer in selection.layers),
         "no chosen layer belongs to an attention",
-        field="fisher",
+        field="fisher_layers",
         value="attention",
-        hint=Text("use {}", Option("fisher", "all")),
+        hint=Text("use {}", Option("fisher_layers", "all")),
     )
     offloaded = [block.name for block in selection.structure.blocks if block.weights is not RESIDENT]
     for layer in selection.structure.layers() if not offloaded else ():

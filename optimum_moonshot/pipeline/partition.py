@@ -83,7 +83,7 @@ def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, proc
     counts whole, unless its experts or its rows are sharded.
     """
     whole = spec.bytes_of(layer)
-    if processes <= 2 or spec.diagonal or not spec.needs_gradients(layer) or spec.plan(layer).column_block is not None:
+    if processes <= 2 or spec.diagonal or not spec.needs_rows(layer) or spec.plan(layer).column_block is not None:
         return whole
     if whole > budget and not (_has_experts(layer) or shards_rows(layer, spec, processes)):
         return whole

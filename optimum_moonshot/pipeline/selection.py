@@ -79,7 +79,7 @@ class Selection:
 
     def lam_of(self, layer: PrunableLayer) -> float:
         """λ of a layer: 1 where the Fisher loss is the attention's alone and the layer is none of it."""
-        return self.lam if self.config.fisher == "all" or layer.attention else 1.0
+        return self.lam if self.config.fisher_layers == "all" or layer.attention else 1.0
 
     def on_grid(self, pattern: Pattern, layer: PrunableLayer) -> Pattern:
         """A pattern of a layer with the grid of its survivors: that of an allocation, else the configuration's."""
@@ -112,7 +112,7 @@ class Selection:
     def of_the_dense_model(self, lam: float) -> "Selection":
         """The same layers, all at one λ, by statistics of the dense model: for passes before the run."""
         return dataclasses.replace(
-            self, config=dataclasses.replace(self.config, fisher="all", recompute=False), lam=lam
+            self, config=dataclasses.replace(self.config, fisher_layers="all", recompute=False), lam=lam
         )
 
 

@@ -32,12 +32,15 @@ class StatisticsSpec:
     lams: Mapping[str, float]  # λ by layer
     samples: int  # N, calibration samples in all
     under_calibrated_experts: str = "all"  # as in `MoonshotConfig`
+    shared: bool = False  # whether the rows of a layer share its Fisher matrix
 
     @classmethod
     def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
         """The statistics of a selection's layers, with its λ and solver."""
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
-        return cls(selection.solver, patterns, lams, samples, selection.config.under_calibrated_experts)
+        config = selection.config
+        under_calibrated, shared = config.under_calibrated_experts, config.fisher == "shared"
+        return cls(selection.solver, patterns, lams, samples, under_calibrated, shared)
 
     @property
     def keeps_routing(self) -> bool:
@@ -53,11 +56,17 @@ class StatisticsSpec:
         """Whether λ < 1."""
         return self.lams[layer.name] < 1
 
+    def needs_rows(self, layer: PrunableLayer) -> bool:
+        """Whether every row has a Fisher term of its own."""
+        return self.needs_gradients(layer) and not self.plan(layer).shared
+
     def plan(self, layer: PrunableLayer) -> GradientPlan:
         """The smaller form of a layer's gradients: matrices of its rows, with as many samples as a row has inputs.
 
-        That of the samples serves patterns whose column blocks differ.
+        That of the samples serves patterns whose column blocks differ. A matrix that all rows share is smaller still.
         """
+        if self.shared:
+            return GradientPlan(shared=True)
         d_in = layer.shape[1]
         sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
         compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
@@ -77,6 +86,8 @@ class StatisticsSpec:
         if not self.needs_gradients(layer):
             return 0
         plan = self.plan(layer) if plan is None else plan
+        if plan.shared:
+            return self.gram_bytes(layer)
         d_out, d_in = layer.shape
         rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
         return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
@@ -85,7 +96,7 @@ class StatisticsSpec:
         """How a layer, with statistics of `size` bytes in this process, can be collected in slices."""
         if layer.separate:
             return Slicing(layer.groups, 0, -(-size // layer.groups))
-        if not self.needs_gradients(layer) or not self.solver.ranks_removals:
+        if not self.needs_rows(layer) or not self.solver.ranks_removals:
             return Slicing(1, self.bytes_of(layer), 0)
         return Slicing(layer.shape[0], self.gram_bytes(layer), self.gradient_bytes(layer) // layer.shape[0])
 
@@ -112,7 +123,7 @@ class StatisticsSpec:
 
     def cost(self, layer: PrunableLayer, processes: int = 1) -> float:
         """The `solving_cost` of a layer with its own patterns and samples."""
-        samples = self.samples if self.needs_gradients(layer) else 0
+        samples = self.samples if self.needs_rows(layer) else 0
         return solving_cost(self.solver, layer, self.patterns[layer.name], samples, processes)
 
 

@@ -197,7 +197,7 @@ def _count_part(trace: MemoryTrace, phase: str, block: Block, part: Part, solves
 def _staging_bytes(run: RunSpec, layer: PrunableLayer) -> int:
     """Temporary bytes while a batch's gradients are added."""
     spec, weights = run.statistics, layer.shape[0] * layer.shape[1]
-    if not spec.needs_gradients(layer):
+    if not spec.needs_rows(layer):
         return 0
     if spec.diagonal:
         return 8 * weights // layer.groups

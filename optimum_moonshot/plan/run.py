@@ -149,7 +149,7 @@ def _hint(peak: Snapshot, place: str, run: RunSpec) -> str:
     """The options that reduce the largest item of a peak."""
     largest = max(peak.items, key=lambda item: peak.items[item].get(place, 0))
     host, shorter = place == HOST, f"lower {'batch_size' if run.batch > 1 else 'sequence_length'}"
-    fisher = 'lower num_samples, or fisher="attention" or lam=1, or ' if run.gradients else ""
+    fisher = 'lower num_samples, or fisher="shared" or lam=1, or ' if run.gradients else ""
     options = {
         "caches": f"{'set offload_dir' if host else 'lower max_memory'}, or lower num_samples or sequence_length",
         "statistics": f'{"set offload_dir and " if host else ""}lower max_memory, or {fisher}solver="wanda"',

@@ -135,7 +135,7 @@ class RunSpec:
         return ProblemSize(
             rows=rows or layer.shape[0] // (layer.groups if layer.separate else 1),
             inputs=layer.shape[1],
-            samples=self.samples if lam < 1 else 0,
+            samples=self.samples if self.statistics.needs_rows(layer) else 0,
             groups=1 if layer.separate else layer.groups,
             column_block=self.selection.solver.column_block(layer.shape[1], pattern),
             compressed=self.statistics.plan(layer).column_block is not None,

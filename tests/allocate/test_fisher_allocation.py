@@ -136,7 +136,7 @@ def test_curves_are_the_losses_of_the_pruned_weights(solver):
 
 def test_curves_do_not_depend_on_lambda_and_are_reproducible():
     first = curves_of(uneven(), lam=1)
-    assert first == curves_of(uneven(), lam=0.5) == curves_of(uneven(), lam=1, fisher="attention")
+    assert first == curves_of(uneven(), lam=0.5) == curves_of(uneven(), lam=1, fisher_layers="attention")
 
 
 def test_curves_do_not_depend_on_the_memory(tmp_path):

@@ -1,15 +1,17 @@
 """The observer's hooks: custom statistics, shared inputs, calls without gradients, errors."""
 
 import pytest
+import reference
 import torch
 from models import image_batches, make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotError
+from optimum_moonshot.calibration.accumulators import GradientPlan
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import GradientStatistic, InputStatistic
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.data.batches import batch_size
+from optimum_moonshot.data.batches import batch_size, split_batches
 from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.layer_kinds import LinearLayer, find_layer
 from optimum_moonshot.model.layers import find_structure
@@ -75,6 +77,44 @@ def observe(model, batches, gradients=True, diagonal=False, **options):
             observer.end()
             first += batch_size(batch)
     return layers, {layer.name: observer.take(layer) for layer in layers}
+
+
+class Pairs(GradientStatistic):
+    """The inputs and output gradients of all tokens, [groups, tokens, …]."""
+
+    def __init__(self, layer, samples, storage):
+        super().__init__(layer, samples, storage)
+        self.pairs = [([], []) for _ in range(layer.groups)]
+
+    def add(self, inputs, delta, done, groups):
+        for index, pair in enumerate(self.pairs[groups]):
+            for tokens, tensor in zip(pair, (inputs, delta), strict=True):
+                tokens.append(tensor[:, index].flatten(0, 1).double())
+
+    def result(self):
+        return [tuple(torch.cat(tokens) for tokens in pair) for pair in self.pairs]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet", "called twice", "mixtral"])
+def test_the_weighted_gram_matrix_equals_the_sum_over_tokens(name):
+    model = make(name)
+    batches = image_batches() if name in ("convnet", "called twice") else token_batches(padded=True)
+    batches = split_batches(token_batches(), 1) if name == "mixtral" else batches
+    layers = find_structure(model).layers()
+    plans = {layer.name: GradientPlan(shared=True) for layer in layers}
+    layers, whole = observe(model, batches, plans=plans, extra=(Pairs,))
+    _, diagonal = observe(model, batches, diagonal=True, plans=plans)
+    for layer in layers:
+        fisher, size = whole[layer.name].gradients, layer.shape[0] // layer.groups
+        assert fisher.count == layer.shape[0] and fisher.samples == 6
+        for index, (inputs, deltas) in enumerate(whole[layer.name].extra[Pairs]):
+            expected = reference.weighted_gram(inputs, deltas)
+            tolerance = {"rtol": 1e-4, "atol": 1e-6 * float(expected.max())}
+            rows = slice(index * size, (index + 1) * size)
+            matrices = fisher.matrices(rows, torch.device("cpu"))
+            torch.testing.assert_close(matrices, expected.expand(size, -1, -1), **tolerance)
+            squares = diagonal[layer.name].gradients[rows].double()
+            torch.testing.assert_close(squares, expected.diagonal().expand(size, -1), **tolerance)
 
 
 def mean_inputs(model, layers, batches):

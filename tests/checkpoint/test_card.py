@@ -156,7 +156,7 @@ def test_non_finite_measurements_are_not_in_the_yaml(tmp_path):
     [
         ("vit", image_batches, {}),
         ("gpt2", token_batches, dict(pattern="unstructured", sparsity=0.6, allocation="alpha")),
-        ("mixtral", token_batches, dict(solver="wanda", fisher="attention")),
+        ("mixtral", token_batches, dict(solver="wanda", fisher_layers="attention")),
         ("llama", token_batches, dict(lam=1.0, recover="gradual", recover_steps=5)),
         ("bert", token_batches, dict(targets=["dense", "decoder"], lam=1.0)),
     ],

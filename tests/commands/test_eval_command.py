@@ -74,6 +74,24 @@ def test_all_results_are_written_to_one_file_and_to_the_saved_model(data, tmp_pa
     assert "perplexity, before pruning" in card and str(tmp_path) not in card
 
 
+def test_predictions_are_compared_with_those_of_the_dense_model(data, tmp_path, capsys):
+    model, result = tmp_path / "pruned", tmp_path / "result.json"
+    save(model)
+    what = ["--dataset", data / "held.txt", *SHORT, "--limit", 3]
+    run(DEMO, *what, "--output", tmp_path / "dense.json")
+    capsys.readouterr()
+    run(model, *what, "--against", DEMO, "--output", result, "--record")
+    printed, dense = capsys.readouterr().out, EvalReport.load(tmp_path / "dense.json").of("held.txt")
+    found = EvalReport.load(result).of("held.txt")
+    assert found.dense == pytest.approx(dense.value) and found.kl > 0 and 0 < found.agreement < 1
+    assert f"perplexity  {found.value:.3f} on {data / 'held.txt'} (dense {dense.value:.3f})" in printed
+    assert f"KL divergence {found.kl:.4f} on" in printed and f"same top token {found.agreement:.2%} on" in printed
+    entries = read(model)
+    assert entries["held.txt"]["dense"] == pytest.approx(dense.value)
+    assert entries["held.txt (KL divergence)"]["pruned"] == pytest.approx(found.kl)
+    assert "| KL divergence on held.txt |" in (model / "README.md").read_text(encoding="utf-8")
+
+
 def test_json_on_standard_output(data, capsys):
     run(DEMO, "--dataset", data / "held.txt", *SHORT, "--limit", 3, "--json")
     report = EvalReport.from_dict(json.loads(capsys.readouterr().out))

@@ -136,9 +136,10 @@ def test_commands_measure_and_record_it(folder, tokenizer, capsys):
     assert json.loads(path.read_text())["evaluations"]["held out.txt (cosine)"]["dense"] == pytest.approx(1)
     for argv, message in (
         ([folder / "pruned", *what[2:]], "BertModel has no head: give the dense model"),
-        ([folder / "causal", *what], "LlamaForCausalLM has a head"),
+        ([folder / "classifier", *what], "ViTForImageClassification classifies images"),
     ):
-        hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)).save_pretrained(folder / "causal")
+        tiny = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=16)
+        hf.ViTForImageClassification(hf.ViTConfig(**tiny)).save_pretrained(folder / "classifier")
         assert message in failure(capsys, "eval", *argv)[1][-1]
 
 

@@ -71,6 +71,39 @@ class TestValue:
         assert result.value == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-5)
         assert result.sequence_length == 32  # the model's positions
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_the_divergence_from_the_dense_model_equals_an_explicit_loop(
+        self, model, tokenizer, batch_size, monkeypatch
+    ):
+        monkeypatch.setattr(evaluation, "SLICE_BYTES", 4 * 256 * 7)
+        dense, (kls, same) = model, ([], [])
+        model = LlamaForCausalLM(dense.config).eval()
+        for parameter, other in zip(model.parameters(), dense.parameters(), strict=True):
+            parameter.copy_(other + 0.1 * torch.randn_like(other))
+        ids = tokenizer(TEXT)["input_ids"]
+        for start in range(0, len(ids) - 23, 24):
+            window = torch.tensor([ids[start : start + 24]])
+            p, q = (each(input_ids=window).logits[0].double().softmax(-1) for each in (dense, model))
+            kls += [
+                sum(a * math.log(a / b) for a, b in zip(p[i].tolist(), q[i].tolist(), strict=True)) for i in range(23)
+            ]
+            same += [int(p[i].argmax()) == int(q[i].argmax()) for i in range(23)]
+        options = {"sequence_length": 24, "batch_size": batch_size}
+        result = perplexity(model, tokenizer, [TEXT], against=dense, **options)
+        assert result.kl == pytest.approx(sum(kls) / len(kls), rel=1e-4) and result.kl > 0.01
+        assert result.agreement == pytest.approx(sum(same) / len(same)) and result.agreement < 1
+        for value, alone in ((result.value, model), (result.dense, dense)):
+            assert value == pytest.approx(perplexity(alone, tokenizer, [TEXT], **options).value, rel=1e-6)
+        assert result.of_dense.value == result.dense
+        itself = perplexity(dense, tokenizer, [TEXT], against=dense, **options)
+        assert itself.kl == pytest.approx(0, abs=1e-7) and itself.agreement == 1 and itself.value == itself.dense
+
+    def test_a_dense_model_of_another_vocabulary_is_refused(self, model, tokenizer):
+        other = LlamaForCausalLM(tiny_config(vocab_size=300))
+        with pytest.raises(MoonshotError, match="against: the model predicts 256 tokens, the dense model 300"):
+            perplexity(model, tokenizer, [TEXT], against=other)
+
     def test_slicing_does_not_change_the_value(self, model, tokenizer, monkeypatch):
         whole = perplexity(model, tokenizer, [TEXT]).value
         for size in (1, 4 * 256 * 7):
@@ -79,14 +112,14 @@ class TestValue:
 
     def test_logits_are_read_in_slices(self, model, tokenizer, monkeypatch):
         monkeypatch.setattr(evaluation, "SLICE_BYTES", 4 * 256 * 7)
-        rows, plain = [], evaluation.functional.cross_entropy
+        rows, plain = [], evaluation.functional.nll_loss
 
         def spy(scores, *args, **kwargs):
             rows.append(len(scores))
             assert scores.dtype == torch.float32
             return plain(scores, *args, **kwargs)
 
-        monkeypatch.setattr(evaluation.functional, "cross_entropy", spy)
+        monkeypatch.setattr(evaluation.functional, "nll_loss", spy)
         perplexity(model.bfloat16(), tokenizer, [TEXT], max_windows=1)
         assert rows == [7, 7, 7, 7, 3]
 

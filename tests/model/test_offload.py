@@ -61,7 +61,7 @@ CHANGES = [
     {"solver": "obc", "lam": 0.5, "pattern": "unstructured", "sparsity": 0.5},
     {"solver": "alps", "lam": 0.5, "pattern": "unstructured", "sparsity": 0.5, "allocation": "fisher"},
     {"lam": 1.0, "pattern": "unstructured", "sparsity": 0.5, "allocation": "owl"},
-    {"lam": 0.5, "fisher": "attention", "targets": [r"layers\.1\."]},
+    {"lam": 0.5, "fisher_layers": "attention", "targets": [r"layers\.1\."]},
     {"lam": 1.0, "targets": [r"layers\.[12]\."]},
     {"lam": 0.9, "targets": [r"layers\.2\.", "lm_head"]},
     {"lam": 1.0, "recompute": True},

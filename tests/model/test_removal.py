@@ -220,7 +220,7 @@ def test_a_registered_solver_removes_experts(monkeypatch):
             {"under_calibrated_experts": "magnitude"},
             "under_calibrated_experts='magnitude': pattern='experts' uses the tokens",
         ),
-        ({"fisher": "attention"}, "fisher='attention'"),
+        ({"fisher_layers": "attention"}, "fisher_layers='attention'"),
         ({"solver": "reap", "pattern": "unstructured"}, "solver='reap' takes experts"),
     ],
     ids=str,

@@ -9,9 +9,11 @@ from golden.make import grouped_layer, layer
 from objectives import full, matrices
 
 from optimum_moonshot.objective import fisher as fisher_module
-from optimum_moonshot.objective.fisher import Fisher, FisherMatrices, SampleGradients
+from optimum_moonshot.objective.fisher import Fisher, FisherMatrices, SampleGradients, SharedFisher
+from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
-from optimum_moonshot.objective.quadratic import Quadratic
+from optimum_moonshot.objective.quadratic import Quadratic, Totals
+from optimum_moonshot.solvers.alps import ALPS
 from optimum_moonshot.solvers.base import make_solver
 
 CPU = torch.device("cpu")
@@ -74,6 +76,19 @@ def of_a_new_form(gradients):
     return Bare(matrices(gradients).values, len(gradients)), gradients
 
 
+def shared_by(groups):
+    """The rows of each of some groups have the gradients of its first row."""
+
+    def make(gradients):
+        count = gradients.shape[1]
+        which = torch.arange(count) * min(groups, count) // count
+        first = [which.tolist().index(group) for group in range(int(which.max()) + 1)]
+        leaders = gradients[:, first]
+        return SharedFisher(matrices(leaders).values, which, len(gradients)), leaders[:, which]
+
+    return make
+
+
 def among_more(form):
     """A part of a term with more rows before and after it."""
 
@@ -106,11 +121,12 @@ PLAIN = {
     "exact matrices": of_exact_matrices,
     "new form": of_a_new_form,
 }
+FORMS = {**PLAIN, "one matrix": shared_by(1), "two matrices": shared_by(2)}
 ADAPTERS = {
-    **PLAIN,
-    **{f"part of {name}": among_more(form) for name, form in PLAIN.items()},
-    **{f"blocks of {name}": as_blocks(form) for name, form in PLAIN.items()},
-    **{f"part of blocks of {name}": among_more(as_blocks(form)) for name, form in PLAIN.items()},
+    **FORMS,
+    **{f"part of {name}": among_more(form) for name, form in FORMS.items()},
+    **{f"blocks of {name}": as_blocks(form) for name, form in FORMS.items()},
+    **{f"part of blocks of {name}": among_more(as_blocks(form)) for name, form in FORMS.items()},
 }
 CASES = pytest.mark.parametrize(
     ("form", "shape"),
@@ -271,3 +287,54 @@ def test_solvers_use_the_interface_alone(solver, options, pattern, lam, grouped)
     expected = solver.solve(full(weight, gram, gradients, lam, column_block=size), pattern)
     assert torch.equal(result.keep, expected.keep)
     torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)
+
+
+SOLVED = [
+    ("sparsegpt", {"block_size": 8}, Unstructured(0.5)),
+    ("sparsegpt", {"block_size": 8}, NM(2, 4, grid=Grid(4, 64))),
+    ("alps", {}, NM(2, 4)),
+    ("obc", {}, Unstructured(0.5)),
+    ("obc", {}, NM(2, 4)),
+    ("cap", {"block_size": 6}, Unstructured(0.5)),
+    ("osscar", {}, Structured(0.5, 2)),
+]
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("solver", "options", "pattern"), SOLVED)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_shared_term_is_solved_as_equal_terms_of_the_rows(solver, options, pattern, lam, grouped):
+    if grouped and solver == "osscar":
+        pytest.skip("its rows share columns")
+    weight, gram, gradients = grouped_layer(3, 4, 24, 40, seed=6) if grouped else layer(12, 24, 40, seed=6)
+    shared, equal = shared_by(3 if grouped else 1)(gradients)
+    solver = make_solver(solver, options)
+    size = solver.column_block(24, pattern)
+    alive = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) > 0.1 if lam == 0.5 else None
+    built = [Quadratic.build(weight, gram, term, lam, None, size, alive) for term in (shared, matrices(equal))]
+    results = [solver.solve(each, pattern) for each in built]
+    assert built[0].scales.b == 0 and built[0].damping_unit == pytest.approx(built[1].damping_unit, rel=1e-5)
+    assert built[0].mean_diagonal() == pytest.approx(built[1].mean_diagonal(), rel=1e-4)
+    if isinstance(solver, ALPS):  # whose steps differ where rows have terms of their own
+        least, most = sorted(built[1].losses(*(each.weight for each in results)), key=lambda loss: loss.total)
+        assert most.total <= 1.1 * least.total
+    else:
+        assert torch.equal(results[0].keep, results[1].keep)
+        torch.testing.assert_close(results[0].weight, results[1].weight, rtol=1e-3, atol=1e-3)
+    losses = [each.losses(torch.zeros_like(weight), results[1].weight) for each in built]
+    for one, other in zip(*losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    assert losses[0][0].total == pytest.approx(1, rel=1e-5)
+
+
+def test_a_quadratic_of_some_rows_has_the_whole_shared_matrix():
+    weight, gram, gradients = grouped_layer(3, 4, 24, 40, seed=7)
+    shared, _ = shared_by(3)(gradients)
+    whole = Quadratic.build(weight, gram, shared, 0.5)
+    for index in range(3):
+        rows = slice(4 * index, 4 * index + 4)
+        matrix = shared.part(rows).matrices(slice(None), CPU)
+        totals = Totals(*whole.losses_at_zero, 0.0, 40)
+        alone = Quadratic.build(weight[rows], gram[index], shared.part(rows), 0.5, totals)
+        same(alone.gram, whole.gram[index], 1e-4)
+        same(matrix, shared.shared[index].expand(4, -1, -1))

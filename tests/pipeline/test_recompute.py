@@ -279,7 +279,7 @@ def test_lambda_one_runs_no_backward_pass(monkeypatch):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_head_without_fisher_loss_beside_an_attention_with_one(recompute):
     model = make("llama")
-    report = prune(model, targets=["self_attn", "lm_head"], fisher="attention", recompute=recompute).report
+    report = prune(model, targets=["self_attn", "lm_head"], fisher_layers="attention", recompute=recompute).report
     assert report.layers[-1].name == "lm_head" and report.layers[-1].lam == 1 and report.layers[0].lam == 0.9
 
 

@@ -60,6 +60,14 @@ def row_fishers(gradients: Tensor) -> Tensor:
     return fishers
 
 
+def weighted_gram(inputs: Tensor, deltas: Tensor) -> Tensor:
+    """``Σ_t s_t x_t x_tᵀ`` with ``s_t = mean_k δ_tk²``, token by token: inputs [T, d_in], output gradients [T, d_out]."""
+    total = inputs.new_zeros(inputs.shape[1], inputs.shape[1])
+    for x, delta in zip(inputs, deltas, strict=True):
+        total += (delta**2).mean() * torch.outer(x, x)
+    return total
+
+
 def losses_at_zero(weight: Tensor, gram: Tensor, gradients: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """L_R(0) and L_F(0), row by row."""
     reconstruction = sum(row @ g @ row for row, g in zip(weight, of_rows(gram, len(weight)), strict=True))

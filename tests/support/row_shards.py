@@ -78,6 +78,8 @@ CASES = {
     "sparsegpt, columns that compare, exactly": lambda: prune(
         allocation="owl", solver_options={"block_size": 4}, sparsity=0.513
     ),
+    "a Fisher matrix for all rows": lambda: prune(fisher="shared"),
+    "a Fisher matrix for all rows, cap": lambda: prune(fisher="shared", solver="cap"),
     "cap": lambda: prune(solver="cap"),
     "cap, compressed": lambda: prune(solver="cap", num_samples=31, batch_size=4, solver_options={"block_size": 8}),
     "cap, λ = 1, padded": lambda: prune(solver="cap", lam=1, data=token_batches(7, padded=True)),

@@ -216,11 +216,11 @@ def test_layers_without_the_fisher_loss_are_solved_once(monkeypatch):
 
     calls, real = [], SparseGPT.solve
     monkeypatch.setattr(SparseGPT, "solve", lambda self, *arguments: calls.append(1) or real(self, *arguments))
-    pruner, report = sweep(changes={"fisher": "attention"}, lambdas=[0.0, 0.5, 1.0])
+    pruner, report = sweep(changes={"fisher_layers": "attention"}, lambdas=[0.0, 0.5, 1.0])
     assert len(calls) == 3 * (4 * 3 + 3)  # decoder layers · (four attention layers per λ, three others)
     monkeypatch.undo()
     for entry, variant in zip(report.entries, pruner._sweep.solved.variants, strict=True):
-        alone = MoonshotPruner(make("llama"), config(fisher="attention", lam=entry.lam))
+        alone = MoonshotPruner(make("llama"), config(fisher_layers="attention", lam=entry.lam))
         alone.prune(token_batches(), progress=False)
         for layer, expected in zip(variant.selection.layers, alone.report.layers, strict=True):
             stored = variant.store.reports[layer.name]
