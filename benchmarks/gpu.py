@@ -76,15 +76,15 @@ def run_all(options, results: dict) -> None:
         print(line(name, row, pieces()[name]), flush=True)
 
 
-def shown(value: float | None, unit: float = 1, digits: int = 1) -> str:
+def truncated_repr(value: float | None, unit: float = 1, digits: int = 1) -> str:
     return "" if value is None else f"{value / unit:.{digits}f}"
 
 
 def line(name: str, row: dict, piece: Piece) -> str:
     """A row of the table."""
     aim = "" if piece.aim is None else f"{piece.aim:.0f}"
-    seconds = shown(row.get("seconds")), aim, shown(row.get("planned_seconds"))
-    memory = (shown(row.get(key), 2**30) for key in ("peak", "planned_peak"))
+    seconds = truncated_repr(row.get("seconds")), aim, truncated_repr(row.get("planned_seconds"))
+    memory = (truncated_repr(row.get(key), 2**30) for key in ("peak", "planned_peak"))
     error = row.get("error") or row.get("plan_error") or ""
     notes = [row.get("summary", ""), *(["error: " + error.strip().splitlines()[-1][:160]] if error else [])]
     return f"| {' | '.join([name, *seconds, *memory, '; '.join(filter(None, notes))])} |"
@@ -101,7 +101,7 @@ def table(results: dict) -> str:
     for cell in cells:
         first = [cell["kind"], "×".join(map(str, cell["shape"])), str(cell["rows"]), f"{cell['error']:.1e}"]
         keys = ("eager_us", "graph_us", "eager_over_dense", "graph_over_dense")
-        lines.append(f"| {' | '.join([*first, *(shown(cell.get(key), digits=2) for key in keys)])} |")
+        lines.append(f"| {' | '.join([*first, *(truncated_repr(cell.get(key), digits=2) for key in keys)])} |")
     return "\n".join(lines)
 
 

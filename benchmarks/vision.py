@@ -24,7 +24,12 @@ def run(model: nn.Module, solver: str, options) -> dict:
     images, labels = cifar10("train")
     test = batches(*cifar10("test"), 256)
     config = MoonshotConfig(
-        solver=solver, sparsity=0.5, allocation=options.allocation, num_samples=options.samples, batch_size=64
+        solver=solver,
+        sparsity=0.5,
+        allocation=options.allocation,
+        fisher=options.fisher,
+        num_samples=options.samples,
+        batch_size=64,
     )
     results: dict[str, dict[str, list[float]]] = {}
     started = time.process_time()
@@ -65,6 +70,7 @@ def main() -> None:
     arguments.add_argument("--deit", type=Path, default=OUTPUT, help="folder written by train_deit.py")
     arguments.add_argument("--solver", help="default: obc for ResNet-20, cap for DeiT")
     arguments.add_argument("--allocation", choices=("uniform", "fisher"), default="uniform")
+    arguments.add_argument("--fisher", choices=("rows", "shared"), default="rows")
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=512)
     arguments.add_argument(

@@ -6,7 +6,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
-from .errors import MAX_INT, MoonshotError, Option, Text, check_choice, check_expressions, check_path, require, shown
+from .errors import (
+    MAX_INT,
+    MoonshotError,
+    Option,
+    Text,
+    check_choice,
+    check_expressions,
+    check_path,
+    require,
+    truncated_repr,
+)
 from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.grid import Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
@@ -16,6 +26,8 @@ from .solvers.hyperparameters import check_option, check_options, options_of
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
+# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/measured.md).
+DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
 # Defaults of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
 RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
 
@@ -210,6 +222,10 @@ class MoonshotConfig(Options):
             return float(self.lam)
         return DEFAULT_LAM[kind] if solver_class(self.solver).calibrated else 1.0
 
+    def resolve_fisher(self, kind: str = "language") -> str:
+        """Return `fisher`, by default that of this kind of model ("language" or "vision")."""
+        return DEFAULT_FISHER[kind] if self.fisher is None else self.fisher
+
     def __repr__(self) -> str:
         """The fields that differ from the defaults."""
         changed = []
@@ -255,7 +271,7 @@ class MoonshotConfig(Options):
             MoonshotError: an unknown budget, a pattern without a recipe, or contradictory fields.
         """
         check_choice("budget", budget, tuple(RECIPES))
-        message = f"no recipe of {shown(pattern)}"
+        message = f"no recipe of {truncated_repr(pattern)}"
         hint = Text('give a sparsity such as 0.7, "n:m" such as "2:4", or "n:4" with {}', "sparsity")
         number = isinstance(pattern, int | float) and not isinstance(pattern, bool)
         require(number or isinstance(pattern, str), message, hint=hint)
@@ -291,7 +307,7 @@ def _whole_numbers(values: Any) -> Any:
 
 def memory_size(field: str, value: Any) -> int:
     """Parse a size, bytes or text such as "8GiB"; `MoonshotError` for anything else, or less than one byte."""
-    text = value if isinstance(value, str) else shown(value, most=400)
+    text = value if isinstance(value, str) else truncated_repr(value, most=400)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]i?b)\s*", text.lower())
     if match is None or isinstance(value, bool):
         raise MoonshotError('give bytes or a size such as "8GiB"', field=field, value=value)

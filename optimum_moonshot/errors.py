@@ -35,7 +35,7 @@ class Option:
     value: Any = UNSET
 
     def __str__(self) -> str:
-        return self.name if self.value is UNSET else f"{self.name}={shown(self.value)}"
+        return self.name if self.value is UNSET else f"{self.name}={truncated_repr(self.value)}"
 
 
 @dataclass(frozen=True, init=False)
@@ -111,7 +111,7 @@ class MoonshotError(ValueError):
         # The value may be anything that a user passed: a model, a generator, a lambda.
         items = self.value if isinstance(self.value, list | tuple) else [self.value]
         plain = self.value is UNSET or all(isinstance(item, _PLAIN) for item in items)
-        value = self.value if plain else _Repr(shown(self.value))
+        value = self.value if plain else _Repr(truncated_repr(self.value))
         return type(self), (self.message,), {**self.__dict__, "value": value}
 
 
@@ -123,7 +123,7 @@ class FactorizationError(MoonshotError):
 NO_BACKWARD = Text("set {}, without {}", Option("lam", 1), Option("allocation", "fisher"))
 
 
-def shown(value: Any, most: int = 80) -> str:
+def truncated_repr(value: Any, most: int = 80) -> str:
     """Return the representation of a value for a message, cut to `most` characters; paths are not cut."""
     if isinstance(value, os.PathLike):
         return repr(str(value))
@@ -175,7 +175,7 @@ def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
     require(listed, f"give a list of expressions{such}", field=field, value=value)
     expressions = tuple(value)
     for expression in expressions:
-        require(isinstance(expression, str), f"{shown(expression)} is not a string", field=field)
+        require(isinstance(expression, str), f"{truncated_repr(expression)} is not a string", field=field)
         try:
             re.compile(expression)
         except re.error as error:
@@ -201,7 +201,7 @@ def one_line(error: BaseException, option: Callable[[Option], str] = str) -> str
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def error_context(name: str) -> Iterator[None]:
     """Prepend the name of a layer, also given as that of its weight, to every `MoonshotError` raised inside."""
     try:
         yield

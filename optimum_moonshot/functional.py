@@ -142,6 +142,8 @@ def _problem(
     message = f"d_in={d_in} is not a multiple of {pattern.width}"
     require(pattern.fits((d_out, d_in)), message, field="pattern", value=config.pattern)
     solver = config.make_solver()
+    message = "the gradients of the samples give every row a Fisher term of its own"
+    require(config.fisher != "shared", message, field="fisher", value=config.fisher, hint="leave it out")
     lam = config.resolve_lam()
     if gram is None:
         if solver.calibrated:

@@ -152,10 +152,10 @@ class Options:
         more="At λ = 1 every block runs once more; at λ < 1 the passes grow with the square of the number of blocks.",
         experts="computes all statistics on the dense model",
     )
-    fisher: str = option(
-        "rows",
-        '"rows" (the default): every row of a matrix has a Fisher term of its own, as in the paper; "shared": the rows '
-        "share their mean, at little more than the cost of --lam 1 and at its memory",
+    fisher: str | None = option(
+        None,
+        '"rows": every row of a matrix has a Fisher term of its own, as in the paper; "shared": the rows share their '
+        "mean, at little more than the cost of --lam 1. Default: shared for language models, rows for vision",
         more="The mean assumes that the tokens' gradients are independent: Σ_t s_t x_t x_tᵀ, where s_t is the mean "
         "square of the gradient over the rows (GuidedQuant, arXiv 2505.07004).",
         choices=("rows", "shared"),
@@ -277,7 +277,7 @@ for _field in OPTIONS.values():
 # selection by λ < 1; n:m has equal sparsity in every layer.
 _BASIS, ALLOCATION = {"solver": "alps", "rotation": "learned"}, {"allocation": "fisher"}
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "paper": ({}, {}),
+    "paper": ({"fisher": "rows"}, {"fisher": "rows"}),
     "one-shot": ({**_BASIS, **ALLOCATION, "lam": 0.5}, {**_BASIS, "lam": 0.9}),
     "recovered": (
         {**_BASIS, **ALLOCATION, "lam": 1.0, "recover": "gradual"},

@@ -37,7 +37,7 @@ BAD = {
     "alpha_tau": [-0.1, 1, NAN, None, True],
     "recompute": [1, 0, None, "yes"],
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
-    "fisher": ["row", None, True, 1],
+    "fisher": ["row", True, 1],
     "fisher_layers": ["mlp", None, True, 1],
     "under_calibrated_experts": ["", "pooled", None, True],
     "damping": [0, -0.01, 1.5, NAN, "0.01", True],

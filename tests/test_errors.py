@@ -15,9 +15,9 @@ from optimum_moonshot.errors import (
     Option,
     Text,
     check_choice,
-    naming,
+    error_context,
     require,
-    shown,
+    truncated_repr,
 )
 
 
@@ -58,7 +58,7 @@ def test_an_error_changes_its_class_only():
 
 
 def test_naming_prepends_the_layer():
-    with pytest.raises(MoonshotError, match="^a: b: c$"), naming("a.weight"), naming("b"):
+    with pytest.raises(MoonshotError, match="^a: b: c$"), error_context("a.weight"), error_context("b"):
         require(False, "c")
 
 
@@ -69,5 +69,5 @@ def test_choices():
 
 
 def test_values_are_cut_but_paths_are_not():
-    assert len(shown("x" * 500)) == 80 and len(shown(Path("x" * 500))) == 502
-    assert shown(10**5000) == "a int"
+    assert len(truncated_repr("x" * 500)) == 80 and len(truncated_repr(Path("x" * 500))) == 502
+    assert truncated_repr(10**5000) == "a int"

@@ -226,21 +226,24 @@ def test_small_memory_gives_the_same_weights_in_more_passes(tmp_path):
         prune(make("llama"), max_memory=4096)
 
 
+@pytest.mark.parametrize("fisher", ["rows", "shared"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_keep_float32_statistics(dtype, monkeypatch):
+def test_half_precision_models_keep_float32_statistics(dtype, fisher, monkeypatch):
     seen = set()
     original = SparseGPT.solve
 
     def spy(self, objective, pattern):
-        seen.update({objective.weight.dtype, objective.gram.dtype, objective.fisher.gradients.dtype})
+        fisher = objective.fisher
+        stored = fisher.gradients if fisher.shared is None else fisher.shared
+        seen.update({objective.weight.dtype, objective.gram.dtype, stored.dtype})
         return original(self, objective, pattern)
 
     monkeypatch.setattr(SparseGPT, "solve", spy)
     model = make("llama").to(dtype)
-    report = prune(model).report
+    report = prune(model, fisher=fisher).report
     assert seen == {torch.float32} and report.sparsity == 0.5
     exact = make("llama").to(dtype).float()
-    prune(exact)
+    prune(exact, fisher=fisher)
     for layer in report.layers:
         weight, reference = model.get_submodule(layer.name).weight, exact.get_submodule(layer.name).weight
         assert ((weight == 0) == (reference == 0)).float().mean() > 0.9

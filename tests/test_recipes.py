@@ -7,9 +7,9 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.options import RECIPES
 
 
-def test_the_papers_recipe_is_the_default_configuration():
-    assert MoonshotConfig.recipe("2:4", "paper") == MoonshotConfig(pattern="2:4")
-    assert MoonshotConfig.recipe(0.7, budget="paper") == MoonshotConfig(sparsity=0.7)
+def test_the_papers_recipe_is_the_default_configuration_with_terms_of_the_rows():
+    assert MoonshotConfig.recipe("2:4", "paper") == MoonshotConfig(pattern="2:4", fisher="rows")
+    assert MoonshotConfig.recipe(0.7, budget="paper") == MoonshotConfig(sparsity=0.7, fisher="rows")
 
 
 def test_settings_of_each_recipe():

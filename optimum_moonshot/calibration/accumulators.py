@@ -87,12 +87,12 @@ class TokenCounts(_Total):
 class GradientPlan:
     """The statistics of a layer's gradients to collect."""
 
-    shared: bool = False  # one matrix that all rows share
     column_block: int | None = None  # compress to matrices of this many inputs; None stores the gradients
     # Of the layer: a whole number of its groups or, also with a step, within one; None is all.
     rows: slice | None = None
     totals: int | None = None  # also L_F(0), of column blocks of this many inputs, and Σ A², both of all rows
     nothing: bool = False  # only the observer's `extra` statistics
+    shared: bool = False  # one matrix that all rows share, in place of the gradients
 
 
 def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
@@ -261,12 +261,7 @@ class WeightedGram(GradientStatistic):
             total += (weighted.mT @ weighted).to(total.device)
 
     def merge(self, merger: Merger) -> None:
-        ranks, owner = merger.ranks, merger.owner
-        ranks.all_reduce(self.value, owner if isinstance(owner, int) else None)
-        if isinstance(owner, tuple):
-            rows, size = owner[ranks.rank], self.rows // len(self.value)
-            self.value = self.value[rows.start // size : -(-rows.stop // size)]
-            self.rows = rows.stop - rows.start
+        self.value, self.rows = merger.summed_groups(self.value, self.rows)
 
     def result(self) -> SharedFisher | Tensor:
         if self.diagonal:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NO_BACKWARD, MoonshotError, Text, naming, require
+from ..errors import NO_BACKWARD, MoonshotError, Text, error_context, require
 from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
@@ -221,7 +221,7 @@ class GradientSums:
             f"{call.layer.name}: the model changes this layer's input in place after the call",
             hint=Text("use inplace=False, or {}", NO_BACKWARD),
         )
-        with naming(call.layer.name):
+        with error_context(call.layer.name):
             for inputs, piece, last in call.called.pairs(call.inputs, delta, call.mask, call.samples):
                 for statistic in self.statistics.values():
                     statistic.add(inputs, piece, last and self.pending == 0, call.called.called_groups)
@@ -320,7 +320,7 @@ class Observer(AbstractContextManager["Observer"]):
         if not self.watching:
             return None
         inputs = inputs.detach()
-        with naming(layer.name):
+        with error_context(layer.name):
             mask = called.token_mask(inputs, self.mask)
         call = LayerCall(layer, called, inputs, inputs._version, mask, self.count)
         self.inputs.add(call)

@@ -49,6 +49,17 @@ class Merger:
             self.ranks.all_reduce(tensor[rows], rank)
         return tensor[slices[self.ranks.rank]].clone()
 
+    def summed_groups(self, tensor: Tensor, rows: int) -> tuple[Tensor, int]:
+        """The sum over the processes, and this process's number of rows; the first axis has groups of the layer's rows.
+
+        It has the groups of this process's rows alone.
+        """
+        self.ranks.all_reduce(tensor, self.owner if isinstance(self.owner, int) else None)
+        if not isinstance(self.owner, tuple):
+            return tensor, rows
+        solved, size = self.owner[self.ranks.rank], rows // len(tensor)
+        return tensor[solved.start // size : -(-solved.stop // size)], solved.stop - solved.start
+
     def stacked(self, tensor: Tensor, empty: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """The samples of all processes, [N, rows, …], of tensors [n, rows, …]; `empty` allocates it by its shape."""
         samples, rank = sum(self.sizes), self.ranks.rank

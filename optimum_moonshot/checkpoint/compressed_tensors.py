@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import naming, require
+from ..errors import error_context, require
 from ..model.experts import expert_parameters
 from ..objective.grid import Grid
 from ..objective.row_slices import CPU_BYTES, slices_within
@@ -79,7 +79,7 @@ class Export:
             sizes.setdefault(grid.bits, [_LARGEST]).extend((grid.group, weights[name].d_in))
         for weight in stored:
             reason = weight.reason or ("the model has layers of different bits" if len(sizes) > 1 else "")
-            with naming(weight.module):
+            with error_context(weight.module):
                 message = f"{reason}; transformers reads experts only if all are packed, like all other layers"
                 require(not (weight.expert and reason), message, field="format", value=EXPORT, hint='use "packed"')
         for name, reason in reasons.items():
@@ -94,7 +94,7 @@ class Export:
         """The tensors of a weight [d_out, d_in]; `MoonshotError` if it is not on its grid."""
         module, grid = self.packed[name]
         grid = replace(grid, dtype=weight.dtype)
-        with naming(module):
+        with error_context(module):
             scale = grid.scales_of(weight)
         group, d_in = self.groups[grid.bits], weight.shape[1]
         words = torch.empty(len(weight), d_in * grid.bits // 32, dtype=torch.int32)
@@ -161,7 +161,7 @@ def quantized_grids(model: nn.Module) -> dict[str, Grid]:
     grids = {name: codec.grid(torch.float32) for name, codec in codecs.items() if isinstance(codec, Quantized)}
     require(bool(grids), "the model is not quantized", field="format", value=EXPORT, hint="prune it with bits=8 or 4")
     for name, grid in grids.items():
-        with naming(name.removesuffix(_WEIGHT)):
+        with error_context(name.removesuffix(_WEIGHT)):
             message = f"{EXPORT} has 8 or 4 bits"
             require(grid.bits in _BITS, message, field="bits", value=grid.bits, hint='use format="packed"')
     return grids

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, error_context, require
 from ..packing import weight_of
 from .weight_files import (
     EXPLICIT,
@@ -128,15 +128,15 @@ def _check_packed(path: Path, names: Set[str], description: Description, checksu
         tensors = {name: stored[name] for name in sorted(names)}
         for name, tensor in tensors.items():
             written = description.stored.get(name)
-            with naming(layer_of(name)):
+            with error_context(layer_of(name)):
                 require(kind(tensor) == written, f"{name} is stored as {kind(tensor)}, {written} was written")
         if checksums:
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # hashing releases the interpreter's lock
                 for name, value in zip(tensors, threads.map(tensor_digest, tensors.values()), strict=True):
-                    with naming(layer_of(name)):
+                    with error_context(layer_of(name)):
                         require(value == description.digests[name], "it is damaged: its checksum differs")
             for name, layer in layers.items():
-                with naming(name):
+                with error_context(name):
                     layer.check(name, tensors)
     require(description.intact, "the checksum of its metadata differs")
 

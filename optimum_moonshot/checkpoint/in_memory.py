@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from ..devices import trim_host_memory
-from ..errors import MoonshotError, check_choice, naming, require
+from ..errors import MoonshotError, check_choice, error_context, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
 from ..model.offload import offloaded_from
@@ -276,7 +276,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], 
     try:
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
-            with naming(path):
+            with error_context(path):
                 chosen[path] = _pack_or_unpack(model, name, layer, runtime, name in shared, inputs)
     except BaseException:
         _unpack_all(model)

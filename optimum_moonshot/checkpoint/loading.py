@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, check_choice, check_path, naming, reason, require
+from ..errors import MoonshotError, check_choice, check_path, error_context, reason, require
 from ..model.source_files import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
@@ -122,5 +122,5 @@ def _check_zeros(checkpoint: Checkpoint, model: nn.Module) -> None:
                 weight = tensors[stored]
                 counted[name] += weight.numel() - int(torch.count_nonzero(weight))
     for name, count in counted.items():
-        with naming(name):
+        with error_context(name):
             require(count >= zeros[name], f"it has {count} zeros, its report says {zeros[name]}")

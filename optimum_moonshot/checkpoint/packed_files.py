@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
-from ..errors import MoonshotError, Option, Text, naming, reason, require
+from ..errors import MoonshotError, Option, Text, error_context, reason, require
 from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.offload import tie_again
@@ -106,7 +106,7 @@ class Packer:
                 continue
             del tensors[name]
             entries[name] = replace(layer, dtype=dtype_name(tensor.dtype))
-            with naming(names.get(name, name)):
+            with error_context(names.get(name, name)):
                 tensors |= layer.pack(name, tensor)
         self.packed += len(entries)
         return tensors, entries
@@ -149,7 +149,7 @@ def unpack_files(source: Path, target: Path) -> None:
 
     def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name, layer in layers.items():
-            with naming(name):
+            with error_context(name):
                 tensors[name] = layer.unpack(name, tensors)
             for stored in layer.names(name):
                 del tensors[stored]

@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, error_context, require
 from ..files import read_json
 from ..packing import PackedLayer, weight_of
 
@@ -332,7 +332,7 @@ class Description:
             require(valid, f"the metadata of the packed layers is damaged: {name}={short(values.get(name))}")
         layers = Layers()
         for name, entry in values["layers"].items():
-            with naming(name):
+            with error_context(name):
                 layers[name] = PackedLayer.read(entry)
         checksum = values.pop("checksum", None)
         return cls(layers, values["sha256"], values["stored"], values["files"], checksum == _checksum(values))

@@ -55,9 +55,9 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="DENSE",
-        help="the dense model that MODEL was made from: also the KL divergence of MODEL's predictions from its own, and "
-        "how often both predict the same token; for a model without a head, such as a sentence encoder, the agreement "
-        "of their embeddings",
+        help="the dense model that MODEL was made from: also the KL divergence of MODEL's predictions from the dense "
+        "ones, and how often both predict the same token; for a model without a head, such as a sentence encoder, the "
+        "agreement of their embeddings",
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import UNSET, MoonshotError, Option, Text, one_line, reason, shown
+from ..errors import UNSET, MoonshotError, Option, Text, one_line, reason, truncated_repr
 from .common import UsageError, expect
 from .method_options import CONFIG_OPTIONS, flag
 
@@ -84,7 +84,7 @@ def _argument(value: Any) -> str:
     if isinstance(value, str | os.PathLike):
         text = str(value)[:LONGEST_VALUE]
         return text if text.split() == [text] else shlex.quote(text)
-    return shown(value)
+    return truncated_repr(value)
 
 
 def _several() -> bool:

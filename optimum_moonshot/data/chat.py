@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import MoonshotError, reason, shown
+from ..errors import MoonshotError, reason, truncated_repr
 
 Messages = list[dict[str, Any]]  # each with role and content
 
@@ -50,7 +50,7 @@ def as_messages(value: Any, what: str) -> Messages:
             fields = {"role": ROLES.get(role, role), "content": content}
         if "role" not in fields or not ("content" in fields or "content" in message):
             hint = "give lists of messages with role and content, or with from and value"
-            raise MoonshotError(f"{what} contains {shown(message)}, which is not a message", hint=hint)
+            raise MoonshotError(f"{what} contains {truncated_repr(message)}, which is not a message", hint=hint)
         messages.append({"content": "", **fields})  # a call of tools has no content
     return messages
 

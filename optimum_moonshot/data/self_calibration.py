@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MoonshotError, Option, Text, check_number, check_path, check_whole, require, shown
+from ..errors import MoonshotError, Option, Text, check_number, check_path, check_whole, require, truncated_repr
 from .chat import as_messages, has_template, render
 from .sources import file_rows, short_name
 from .text import tokenize, tokenize_chat
@@ -146,4 +146,4 @@ def _checked(prompt: Any) -> Prompt:
             return as_messages(prompt, "it")
     except MoonshotError:
         pass
-    raise MoonshotError(f"{shown(prompt)} is neither a string nor a list of messages", field="prompts")
+    raise MoonshotError(f"{truncated_repr(prompt)} is neither a string nor a list of messages", field="prompts")

@@ -10,7 +10,7 @@ perplexity on models that were trained further than on plain text, such as on in
 compared by their embeddings, pooled as the dense checkpoint declares, else by the mean over their positions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from tqdm import tqdm
 
 from ..data.batches import Batch, batch_size, take
 from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
@@ -128,22 +129,27 @@ def perplexity(
     hint = "perplexity of text needs a causal language model"
     require(not encoder, f"{type(model).__name__} is an encoder-decoder", hint=hint)
     check_tokens(model, windows, "tokenizer")
-    sums = torch.zeros(4, dtype=torch.float64)
     bar = progress_bar(total=len(windows), desc="perplexity", shown=progress)
-    with ExitStack() as stack:
-        model, *dense = (stack.enter_context(isolated(each)) for each in (model, against) if each is not None)
-        for each in (model, *dense):
-            stack.enter_context(evaluation_mode(each))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(bar)
-        for batch in windows.split(batch_size):
-            sums += _prediction_sums(batch, _next_logits(model, batch), *(_next_logits(each, batch) for each in dense))
-            _check_finite(model, sums[0], " logits")
-            bar.update(len(batch))
-    tokens = len(windows) * (length - 1)
+    sums, tokens = _sums(model, against, windows.split(batch_size), bar), len(windows) * (length - 1)
     values, (kl, same) = (sums[:2] / tokens).exp().tolist(), (sums[2:] / tokens).tolist()
     shared = values[0], describe(dataset), len(windows), length, tokens, bool(first)
     return Perplexity(*shared) if against is None else Divergence(*shared, kl=kl, agreement=same, dense=values[1])
+
+
+@torch.no_grad()
+def _sums(model: nn.Module, dense: nn.Module | None, batches: Sequence[Tensor], bar: "tqdm[Any]") -> Tensor:
+    """The `_prediction_sums` of all windows."""
+    total = torch.zeros(4, dtype=torch.float64)
+    with ExitStack() as stack:
+        stack.enter_context(bar)
+        models = [stack.enter_context(isolated(one)) for one in (model, dense) if one is not None]
+        for one in models:
+            stack.enter_context(evaluation_mode(one))
+        for windows in batches:
+            total += _prediction_sums(windows, *(_next_logits(one, windows) for one in models))
+            _check_finite(model, total[0], " logits")
+            bar.update(len(windows))
+    return total
 
 
 def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list[int]) -> Tensor:
@@ -173,9 +179,9 @@ def _next_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _prediction_sums(ids: Tensor, logits: Tensor, dense: Tensor | None = None) -> Tensor:
-    """Sums over the predicted tokens of windows [B, T]: loss, and with the dense model's logits its loss, KL, agreement.
+    """Sums over the predicted tokens of windows [B, T]: of the loss, and of the dense model's loss, KL and agreement.
 
-    [4] in float64 on the CPU.
+    The result is [4] in float64 on the CPU; the last three are 0 without the dense model's logits.
     """
     vocabulary = logits.shape[-1]
     shapes = f"{vocabulary} tokens, the dense model {0 if dense is None else dense.shape[-1]}"
@@ -183,12 +189,12 @@ def _prediction_sums(ids: Tensor, logits: Tensor, dense: Tensor | None = None) -
     sums, step = torch.zeros(4, dtype=torch.float64), max(1, SLICE_BYTES // (4 * vocabulary))
     for window, *of_window in zip(ids, logits, *([] if dense is None else [dense]), strict=True):
         targets = window[1:].to(logits.device).split(step)
-        for target, *rows in zip(targets, *(each.split(step) for each in of_window), strict=True):
-            own, *other = (each.to(logits.device).float().log_softmax(-1) for each in rows)
-            values = [functional.nll_loss(each, target, reduction="none") for each in (own, *other)]
-            for expected in other:
-                values += [(expected.exp() * (expected - own)).sum(-1), expected.argmax(-1) == own.argmax(-1)]
-            sums[: len(values)] += torch.stack([each.cpu().double().sum() for each in values])
+        for target, *rows in zip(targets, *(scores.split(step) for scores in of_window), strict=True):
+            predicted, *dense_log = (scores.to(logits.device).float().log_softmax(-1) for scores in rows)
+            values = [functional.nll_loss(log, target, reduction="none") for log in (predicted, *dense_log)]
+            for expected in dense_log:
+                values += [(expected.exp() * (expected - predicted)).sum(-1), expected.argmax(-1) == predicted.argmax(-1)]
+            sums[: len(values)] += torch.stack([value.cpu().double().sum() for value in values])
     return sums
 
 

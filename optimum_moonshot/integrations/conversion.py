@@ -16,7 +16,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 
 from ..checkpoint.weight_files import Layers, StoredTensors, Tensors
 from ..checkpoint.weight_names import Target, conversions_of, followed_names, merged_weights, parameter_names, renamed
-from ..errors import naming, require
+from ..errors import error_context, require
 from ..objective.patterns import NM, Unstructured
 from ..packing import Codec, PackedLayer, suffixes, weight_of
 from ..packing.codec import Parts
@@ -37,7 +37,7 @@ class _Unpack(ConversionOps):
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         name = kwargs["full_layer_name"]
         tensors: Tensors = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        with naming(name):
+        with error_context(name):
             weight = self.layers[name].unpack(self.last, tensors)
         return {self.last: weight.to(self.dtypes[name])}
 
@@ -233,7 +233,7 @@ class _Fuse(ConversionOps):
         layers, merged = self.experts.layers, self.experts.merged
         weights: Tensors = {}
         for name in order:
-            with naming(name):
+            with error_context(name):
                 weight = layers[name].unpack(name, tensors) if name in layers else tensors[name]
             weights[name] = weight.to(dtype)
             if name not in merged:
@@ -255,11 +255,11 @@ class _Fuse(ConversionOps):
         if converter is not None and not transposed:
             rows = converter.row_order(shape, config, [(merged[name].pattern, shapes[name]) for name in order])
         if len(order) == 1 and len(shapes[order[0]]) == 3 and (converter is None or _inside(rows, shapes[order[0]])):
-            with naming(order[0]):
+            with error_context(order[0]):
                 yield from _repacked(order[0], layers[order[0]], tensors, transposed, rows)
         elif blocks := _blocks(rows, shapes):
             for name in blocks:
-                with naming(name):
+                with error_context(name):
                     if name in layers:
                         yield _Packed(layers[name].checked(name, tensors), layers[name].matrix)
                     else:
@@ -335,9 +335,9 @@ def unpacked(
         layer, parts = layers[weight], waiting.setdefault(weight, {})
         parts[stored] = tensor
         if len(parts) == len(layer.names(weight)):
-            with naming(weight):
+            with error_context(weight):
                 dense = layer.unpack(weight, waiting.pop(weight))
             yield prefix + weight, dense
     missing = next(iter(waiting), "")
-    with naming(missing):
+    with error_context(missing):
         require(not waiting, "not all of its packed tensors were read")

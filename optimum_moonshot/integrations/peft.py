@@ -34,7 +34,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, error_context, require
 from ..masks import dense_pruned, is_pruned
 from ..model.layer_kinds import WEIGHT, find_layer
 from ..runtime.packed_linear import PackedLinear
@@ -90,7 +90,7 @@ def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs:
     if not isinstance(_base(target), PackedLinear):
         module: nn.Module | None = dispatch_default(target, adapter_name, config=config, **kwargs)
         return module
-    with naming(kwargs.get("target_name") or "a packed layer"):
+    with error_context(kwargs.get("target_name") or "a packed layer"):
         return PackedLoraLinear(target, adapter_name, config=config, **kwargs)
 
 
@@ -211,7 +211,7 @@ def _weight(module: BaseTunerLayer) -> Any:
 
 
 def _check(name: str, module: Any) -> None:
-    with naming(name):
+    with error_context(name):
         require(not module.merged, "an adapter is merged into its weight", hint="call unmerge_adapter() first")
         if isinstance(module, IA3Layer):
             return
@@ -255,7 +255,7 @@ class _Masked(nn.Module):
         _check_start(config)
         base: Any = super()
         base.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
-        with naming("a new adapter"):
+        with error_context("a new adapter"):
             _check_variants(self)
         _mark(config)
 

@@ -22,7 +22,7 @@ from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, Stored
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
-from ..errors import Option, Text, naming, require
+from ..errors import Option, Text, error_context, require
 from ..model.layer_kinds import find_layer
 from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
@@ -246,7 +246,7 @@ def _packed_weights(model: nn.Module, tensors: StoredTensors) -> dict[str, "Stor
         layer, shape = tensors.layers[stored], tuple(model.get_parameter(name).shape)
         module = model.get_submodule(name.rpartition(".")[0])
         adapter = find_layer(module)
-        with naming(name):
+        with error_context(name):
             require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
             matching = layer.stacked or layer.transposed == (adapter is not None and adapter.axes == (1, 0))
             message = f"its module is a {type(module).__name__}"

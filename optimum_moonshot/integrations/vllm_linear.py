@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_utils import download_safetensors_i
 from ..checkpoint.file_integrity import check_files, checksums_wanted
 from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Checkpoint, Layers, described_layers, read_header
 from ..devices import trim_host_memory
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, error_context, require
 from ..objective.grid import Grid
 from ..packing import INPUTS, Quantized
 from ..runtime.packed_module import Packed, PackedMatrix, pack_if_smaller, packed_parts
@@ -159,7 +159,7 @@ class PackingMethod:
             self.tally.report()
             return
         setattr(layer, DONE, True)
-        with naming(self.prefix):
+        with error_context(self.prefix):
             # A captured graph keeps the old plan.
             require(not self.packed, "it is packed and cannot be reloaded", hint="create a new engine")
             read, total = get_layerwise_info(layer).load_numel, self.count_weights(layer)

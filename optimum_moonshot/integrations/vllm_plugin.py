@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ..checkpoint.weight_files import METHOD, check_config_entry
-from ..errors import check_choice, naming, require
+from ..errors import check_choice, error_context, require
 from ..packing import INPUTS
 from ..reports.record import PruningRecord
 
@@ -82,7 +82,7 @@ class MoonshotQuantization(QuantizationConfig):
 def _inputs(additional_config: Any) -> str:
     """The inputs of products with integer codes, one of `INPUTS`, by vLLM's option for other packages."""
     options = additional_config.get(METHOD, {}) if isinstance(additional_config, Mapping) else {}
-    with naming(f"additional_config: {METHOD}"):
+    with error_context(f"additional_config: {METHOD}"):
         valid = isinstance(options, Mapping) and set(options) <= {"inputs"}
         require(valid, f'{options!r}: give {{"inputs": "{INPUTS[0]}"}} or {{"inputs": "{INPUTS[1]}"}}')
         inputs: str = options.get("inputs", INPUTS[0])

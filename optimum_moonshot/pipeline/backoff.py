@@ -16,8 +16,8 @@ Nothing grows again in a run. Work that cannot be halved is tried once more, wit
 then the device's error ends the run (see `enough_memory`). Each change is noted for the report.
 
 Several processes halve alike and repeat a part together, because they agree at its ends (`Backoff.together`,
-`Backoff.lost`). A process that is out of memory between two collectives cannot repeat its work alone, unless the work
-is cut into pieces that lie between two collectives each (`Backoff.piece`).
+`Backoff.must_repeat`). A process that is out of memory between two collectives cannot repeat its work alone, unless the
+work is cut into pieces that lie between two collectives each (`Backoff.between_collectives`).
 """
 
 import copy
@@ -168,7 +168,9 @@ class Backoff:
         self.failure, self.in_solver = str(error), False
         self._halve(where, batches)
 
-    def repeated(self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]) -> Value:
+    def with_smaller_batches(
+        self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]
+    ) -> Value:
         """Work of this process that starts over, or from its kept results, with smaller batches or caches.
 
         Raises:
@@ -185,7 +187,7 @@ class Backoff:
             self._halve(where, batches(), single=True)
             self.release()
 
-    def relieved(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
+    def with_more_memory(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
         """Work of this process alone, which changes nothing where it fails, and starts over with more free memory.
 
         `offload` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
@@ -206,7 +208,7 @@ class Backoff:
     # Parts of a stage
 
     def part_failed(self, error: Exception) -> None:
-        """After a part that ended with an error; `lost` then says that it has to be repeated.
+        """After a part that ended with an error; `must_repeat` then says that it has to be repeated.
 
         Raises:
             Exception: the error, unless all processes were out of memory together.
@@ -217,9 +219,9 @@ class Backoff:
         self.failure, self.in_solver = one_line(error), False
 
     def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
-        """Solve a layer, with smaller and smaller slices while there is too little memory; False where `lost` is True.
+        """Solve a layer, with smaller and smaller slices while there is too little memory; False if that is not enough.
 
-        `work` does not change the statistics; where it is `alone`, no other process takes part.
+        `must_repeat` is True then. `work` does not change the statistics; no other process takes part if it is `alone`.
 
         Raises:
             torch.OutOfMemoryError: other processes take part, which would wait in vain; or a pass for a slice of the
@@ -234,7 +236,7 @@ class Backoff:
         self.failure, self.in_solver = message, True
         return False
 
-    def piece(self, where: str, work: Callable[[], Value]) -> Value:
+    def between_collectives(self, where: str, work: Callable[[], Value]) -> Value:
         """Work of one of several processes on a layer that others solve with it, between two collectives.
 
         Raises:
@@ -245,7 +247,7 @@ class Backoff:
             raise torch.OutOfMemoryError(message)
         return value  # type: ignore[return-value]
 
-    def lost(self) -> bool:
+    def must_repeat(self) -> bool:
         """Whether the part that has ended has to be repeated, in all processes the same."""
         self.cached = self.storage.cached
         states = self.ranks.all_gather_object((self.failure, self.in_solver))

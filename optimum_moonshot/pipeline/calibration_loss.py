@@ -23,7 +23,9 @@ def mean_loss(prepared: Prepared) -> float:
         MoonshotError: too little memory for one sample.
     """
     backoff = prepared.backoff
-    losses = backoff.repeated("the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches)
+    losses = backoff.with_smaller_batches(
+        "the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches
+    )
     sums = prepared.subject.ranks.all_gather_object(losses)
     backoff.share()
     return sum(total for total, _ in sums) / sum(count for _, count in sums)

@@ -85,7 +85,7 @@ def solve_parts(task: Task, stage: Stage) -> None:
             backoff.part_failed(error)
         if backoff.ranks.size > 1:
             task.exchange(solved)
-        if backoff.lost():
+        if backoff.must_repeat():
             repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
             task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
             backoff.shrink(part.name, task.batches(), *halvings(part, task.spec), advanced=stage.advanced)

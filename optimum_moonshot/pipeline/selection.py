@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..config import MoonshotConfig
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, error_context, require
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.losses import Loss, OutputLoss
 from ..model.model_info import takes_images
@@ -64,12 +64,13 @@ class Selection:
     structure: Structure
     patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; before an allocation
     lam: float  # the configuration's, or the default for this kind of model
+    fisher: str  # likewise: "rows" or "shared"
     notes: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, str]:
         """All settings that change the result, by the field of the configuration."""
-        values = {**json.loads(self.config.fingerprint()), "lam": self.lam}
+        values = {**json.loads(self.config.fingerprint()), "lam": self.lam, "fisher": self.fisher}
         return {name: json.dumps(value) for name, value in values.items()}
 
     @property
@@ -118,7 +119,11 @@ class Selection:
 
 def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
     """λ of a configuration on a model: the default depends on the kind of its inputs."""
-    return config.resolve_lam("vision" if takes_images(model) else "language")
+    return config.resolve_lam(_kind(model))
+
+
+def _kind(model: nn.Module) -> str:
+    return "vision" if takes_images(model) else "language"
 
 
 def select(model: nn.Module, config: MoonshotConfig) -> Selection:
@@ -143,7 +148,8 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
     _check_grids(structure, config)
-    return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
+    lam, fisher = resolved_lam(config, model), config.resolve_fisher(_kind(model))
+    return Selection(config, solver, structure, patterns, lam, fisher, tuple(notes))
 
 
 def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
@@ -164,7 +170,7 @@ def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
     pattern = config.parsed_pattern
     assert isinstance(pattern, Experts)
     patterns = dict.fromkeys((layer.name for layer in structure.layers()), pattern)
-    return Selection(config, config.make_solver(), structure, patterns, resolved_lam(config, model))
+    return Selection(config, config.make_solver(), structure, patterns, resolved_lam(config, model), "rows")
 
 
 def check_dense(model: nn.Module, change: str, verb: str, field: str | None = None) -> None:
@@ -217,7 +223,7 @@ def _check_grids(structure: Structure, config: MoonshotConfig) -> None:
     if config.bits is None and not config.has_budget:
         return
     for layer in structure.layers():
-        with naming(layer.name):
+        with error_context(layer.name):
             Grid(BITS[0], config.quant_group).with_dtype(layer.parameter.dtype)
 
 

@@ -39,7 +39,7 @@ class StatisticsSpec:
         """The statistics of a selection's layers, with its λ and solver."""
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
         config = selection.config
-        under_calibrated, shared = config.under_calibrated_experts, config.fisher == "shared"
+        under_calibrated, shared = config.under_calibrated_experts, selection.fisher == "shared"
         return cls(selection.solver, patterns, lams, samples, under_calibrated, shared)
 
     @property

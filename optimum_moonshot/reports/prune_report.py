@@ -124,7 +124,7 @@ class _Settings(TypedDict):
     solver: str
     pattern: str
     sparsity: float | None
-    fisher: str
+    fisher_layers: str
     damping: float | None
     seed: int
 

@@ -74,7 +74,7 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     require(reached, "no calibration data reached a layer that it could be learned for", field="rotation")
     losses = gathering.fisher if fisher else None
     offload = partial(offload_inverses, prepared, objective)
-    prepared.backoff.relieved(WHERE, lambda: set_totals(objective, losses), offload)
+    prepared.backoff.with_more_memory(WHERE, lambda: set_totals(objective, losses), offload)
     return objective
 
 

@@ -126,7 +126,7 @@ def _learn(
     """Learn rotations, then permutations, then scales; resumes the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
     steps, shown = config.rotation_steps, prepared.subject.progress
-    relieved = partial(prepared.backoff.relieved, WHERE, offload=partial(offload_inverses, prepared, objective))
+    retried = partial(prepared.backoff.with_more_memory, WHERE, offload=partial(offload_inverses, prepared, objective))
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
 
@@ -137,7 +137,7 @@ def _learn(
             if state.done or len(state.history) % SAVED_EVERY == 0:
                 store.put_rotation(*state.saved())
 
-        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, relieved)
+        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, retried)
     permuted = [space for space in basis.spaces if space.permuted]
     shown = shown and bool(permuted)
     with progress_bar(total=len(permuted), desc="ordering neurons", unit="layer", shown=shown) as bar:
@@ -147,7 +147,7 @@ def _learn(
             store.put_rotation(*state.saved())
 
         bar.update(len(state.permutations))
-        relieved(lambda: permute_channels(objective, basis.spaces, state, put))
+        retried(lambda: permute_channels(objective, basis.spaces, state, put))
     scale(basis.spaces, state, objective.moments)
     state.finished = True
     store.put_rotation(*state.saved())

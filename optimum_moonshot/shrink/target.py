@@ -56,14 +56,14 @@ class Target:
         dense, timed = self._dense(dense), self.field == "latency"
         budget = self.value * dense if self.value <= 1 else self.value / (1000 if timed else 1)
         budget = budget if timed else math.floor(budget)
-        hint = f"the dense model has {self.shown(dense)}"
+        hint = f"the dense model has {self.with_unit(dense)}"
         require(budget < dense, "the model is small enough", field=self.field, value=self.value, hint=hint)
         return budget
 
     def unreachable(self, least: float, dense: float, refused: Mapping[str, str]) -> MoonshotError:
         """The error for a target below the least reachable cost; `refused` has irreducible parts with the reasons."""
         share = least / self._dense(dense)
-        message = f"the smallest configuration has {self.shown(least)}, {share:.4f} of the dense model"
+        message = f"the smallest configuration has {self.with_unit(least)}, {share:.4f} of the dense model"
         reasons = [f"{name} ({textwrap.shorten(why, LONGEST, placeholder='…')})" for name, why in refused.items()]
         reasons[REASONS:] = [f"{len(reasons) - REASONS} more"] if len(reasons) > REASONS else []
         because = f", since these cannot be reduced: {', '.join(reasons)}" if reasons else ""
@@ -72,7 +72,7 @@ class Target:
     def _dense(self, cost: float) -> float:
         return cost if self.dense is None else self.dense
 
-    def shown(self, cost: float) -> str:
+    def with_unit(self, cost: float) -> str:
         return f"{1e3 * cost:.4g} ms" if self.field == "latency" else f"{cost:,.0f} {self.unit}"
 
 

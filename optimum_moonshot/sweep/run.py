@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, require, shown
+from ..errors import MoonshotError, require, truncated_repr
 from ..functional import check_ranked
 from ..model.calls import evaluation_mode
 from ..model.losses import is_causal
@@ -139,7 +139,7 @@ def _measure(prepared: Prepared, metric: str | Metric) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        message = f"it returned {shown(value)}; let it return a number"
+        message = f"it returned {truncated_repr(value)}; let it return a number"
         raise MoonshotError(message, field="metric") from None
 
 

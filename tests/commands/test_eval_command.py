@@ -82,13 +82,13 @@ def test_predictions_are_compared_with_those_of_the_dense_model(data, tmp_path, 
     capsys.readouterr()
     run(model, *what, "--against", DEMO, "--output", result, "--record")
     printed, dense = capsys.readouterr().out, EvalReport.load(tmp_path / "dense.json").of("held.txt")
-    found = EvalReport.load(result).of("held.txt")
-    assert found.dense == pytest.approx(dense.value) and found.kl > 0 and 0 < found.agreement < 1
-    assert f"perplexity  {found.value:.3f} on {data / 'held.txt'} (dense {dense.value:.3f})" in printed
-    assert f"KL divergence {found.kl:.4f} on" in printed and f"same top token {found.agreement:.2%} on" in printed
+    measured = EvalReport.load(result).of("held.txt")
+    assert measured.dense == pytest.approx(dense.value) and measured.kl > 0 and 0 < measured.agreement < 1
+    assert f"perplexity  {measured.value:.3f} on {data / 'held.txt'} (dense {dense.value:.3f})" in printed
+    assert f"KL divergence {measured.kl:.4f} on" in printed and f"same top token {measured.agreement:.2%} on" in printed
     entries = read(model)
     assert entries["held.txt"]["dense"] == pytest.approx(dense.value)
-    assert entries["held.txt (KL divergence)"]["pruned"] == pytest.approx(found.kl)
+    assert entries["held.txt (KL divergence)"]["pruned"] == pytest.approx(measured.kl)
     assert "| KL divergence on held.txt |" in (model / "README.md").read_text(encoding="utf-8")
 
 

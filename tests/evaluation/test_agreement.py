@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from command_line import failure
-from models import GROUPED, image_batches, make, token_batches
+from models import image_batches, make, token_batches
 from sentence_encoders import bert, sentence_encoder
 from sentence_encoders import make as make_model
 

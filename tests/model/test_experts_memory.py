@@ -121,7 +121,7 @@ class Passes:
                 observer.end()
 
 
-def shown(model, diagonal=False):
+def truncated_repr(model, diagonal=False):
     """Sums of all experts after calibration on all tokens, and the passes over the data."""
     passes, layers = Passes(model), experts(model)
     sums = {layer.name: statistics(layer, diagonal).inputs for layer in layers}
@@ -179,7 +179,7 @@ def test_an_expert_is_shown_every_token_once(monkeypatch):
         return original(self, key, expert, turned, inputs, output)
 
     monkeypatch.setattr(_Watched, "product", counted)
-    _, passes = shown(mixtral(experts=6))
+    _, passes = truncated_repr(mixtral(experts=6))
     assert rows == dict.fromkeys(("gate_up_proj", "down_proj"), passes.tokens * (6 + 1))
 
 
@@ -195,15 +195,15 @@ def test_an_expert_computed_in_chunks_is_shown_all_tokens():
         return torch.cat([whole(module, *part) for part in parts])
 
     module.forward = in_pieces
-    for name, sums in shown(model)[0].items():
-        torch.testing.assert_close(shown(other)[0][name], sums, rtol=1e-4, atol=1e-5)
+    for name, sums in truncated_repr(model)[0].items():
+        torch.testing.assert_close(truncated_repr(other)[0][name], sums, rtol=1e-4, atol=1e-5)
 
 
 def test_all_tokens_take_no_memory_beside_the_sums():
     model = mixtral(hidden_size=48)
     gram = statistics(experts(model)[0], False).inputs.nbytes
     with LiveBytes() as live:
-        sums, _ = shown(model)
+        sums, _ = truncated_repr(model)
     size = sum(map(torch.Tensor.nbytes.__get__, sums.values()))
     assert live.peak < size + gram  # the sums are allocated inside as well
 

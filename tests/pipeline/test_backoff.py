@@ -178,7 +178,7 @@ def test_a_run_with_offloaded_blocks_completes(monkeypatch, tmp_path, lam):
     two_layer_model("llama").save_pretrained(tmp_path / "dense")
     results = []
     for name, at in (("undisturbed", set()), ("disturbed", {2, 9})):
-        config = MoonshotConfig(pattern="2:4", num_samples=6, batch_size=2, lam=lam)
+        config = MoonshotConfig(pattern="2:4", num_samples=6, batch_size=2, lam=lam, fisher="rows")
         instance = MoonshotPruner.from_pretrained(tmp_path / "dense", config, offload="disk")
         with monkeypatch.context() as patch:
             failing = out_of_memory_at(patch, PLACES["forward"], at)

@@ -129,7 +129,7 @@ def test_a_retry_spills_half_of_the_caches(tmp_path):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return storage.put(torch.ones(60), "another")
 
-    assert torch.equal(trying.repeated("here", work, list), kept[:60]) and attempts == [None, 200]
+    assert torch.equal(trying.with_smaller_batches("here", work, list), kept[:60]) and attempts == [None, 200]
     change = "caches on the device halved, from 400 bytes to 200 bytes"
     trying.share()
     assert trying.notes == [f"out of memory on cpu once at here: {change}", "0.00 GiB of caches went to disk"]

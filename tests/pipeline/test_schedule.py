@@ -152,7 +152,9 @@ def prune(name, solver, lam, pattern, **changes):
     batches = image_batches(samples=20) if name in ("vit", "resnet") else token_batches()
     pattern = {"pattern": pattern} if isinstance(pattern, str) else {"sparsity": pattern}
     settings = dict(num_samples=20 if name in ("vit", "resnet") else 6, sequence_length=12, batch_size=2, block_size=8)
-    pruner = MoonshotPruner(model, MoonshotConfig(solver=solver, lam=lam, **pattern, **settings, **changes))
+    pruner = MoonshotPruner(
+        model, MoonshotConfig(solver=solver, lam=lam, fisher="rows", **pattern, **settings, **changes)
+    )
     return model, pruner.prune(batches, progress=False)
 
 

@@ -30,7 +30,7 @@ from optimum_moonshot.plan.seconds import rotation_products
 from optimum_moonshot.plan.solver import random_problem
 from optimum_moonshot.solvers import make_solver
 
-FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16)
+FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16, fisher="rows")
 
 
 def llama(**changes):
@@ -144,6 +144,8 @@ def test_the_memory_of_statistics_is_exact():
     grams = 2 * d * d + d * d + inner * inner  # q, k and v share one, gate and up too
     gradients = n * (2 * d * d + 2 * kv * d + 3 * inner * d)
     assert most(plan, "statistics") == 4 * (grams + gradients)
+    shared = 6 * d * d + inner * inner  # a matrix for every layer
+    assert most(planned(lam=0.5, solver="sparsegpt", fisher="shared"), "statistics") == 4 * (grams + shared)
 
 
 @pytest.mark.parametrize("solver", ["obc", "sparsegpt", "wanda"])

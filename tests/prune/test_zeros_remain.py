@@ -125,7 +125,7 @@ def test_experts_with_their_own_sparsities_keep_zeros():
 def test_rows_that_are_solved_in_chunks_keep_zeros(changes, monkeypatch):
     model = given(make("llama"), **HALF)
     one = given(make("llama"), **HALF)
-    changes |= {"solver": "obc", "lam": 0.5, "targets": [r"\.1\..*up_proj"]}
+    changes |= {"solver": "obc", "lam": 0.5, "fisher": "rows", "targets": [r"\.1\..*up_proj"]}
     prune(one, **changes)
     monkeypatch.setattr(spec.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(spec, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))

@@ -45,7 +45,8 @@ def out_of_memory_at(monkeypatch, place, at, error=ERROR):
 
 
 def pruner(model=None, **changes):
-    defaults = dict(sparsity=0.5, lam=0.5, num_samples=6, batch_size=2)
+    fisher = None if changes.get("pattern") == "experts" else "rows"
+    defaults = dict(sparsity=0.5, lam=0.5, fisher=fisher, num_samples=6, batch_size=2)
     config = {**defaults, **changes}
     if ":" in config.get("pattern", ""):
         del config["sparsity"]

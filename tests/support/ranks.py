@@ -59,7 +59,9 @@ def two_experts():
 
 def prune(name="llama", data=None, **settings):
     """Prune a model; returns its weights and the fields of its report."""
+    experts = settings.get("pattern") == "experts"
     settings = {"sparsity": 0.5, "lam": 0.5, "num_samples": 7, "batch_size": 2, **settings}
+    settings = {"fisher": None if experts else "rows", **settings}
     if ":" in settings.get("pattern", "unstructured"):
         del settings["sparsity"]
     data = token_batches(settings["num_samples"]) if data is None else data or None

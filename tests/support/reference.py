@@ -61,7 +61,7 @@ def row_fishers(gradients: Tensor) -> Tensor:
 
 
 def weighted_gram(inputs: Tensor, deltas: Tensor) -> Tensor:
-    """``Σ_t s_t x_t x_tᵀ`` with ``s_t = mean_k δ_tk²``, token by token: inputs [T, d_in], output gradients [T, d_out]."""
+    """``Σ_t s_t x_t x_tᵀ``, ``s_t = mean_k δ_tk²``, token by token: inputs [T, d_in], output gradients [T, d_out]."""
     total = inputs.new_zeros(inputs.shape[1], inputs.shape[1])
     for x, delta in zip(inputs, deltas, strict=True):
         total += (delta**2).mean() * torch.outer(x, x)

@@ -68,7 +68,12 @@ def mixtral(experts=4, **changes):
 
 
 def prune(model, batches=None, **options):
-    pruner = MoonshotPruner(model, MoonshotConfig(num_samples=6, **options))
+    pruner = MoonshotPruner(
+        model,
+        MoonshotConfig(
+            **{"num_samples": 6, "fisher": None if options.get("pattern") == "experts" else "rows", **options}
+        ),
+    )
     pruner.prune(batches or token_batches(), progress=False)
     return pruner
 
