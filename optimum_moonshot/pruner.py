@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from .sweep.report import SweepEntry, SweepReport
 
 
+# The configuration of a pruner that was given none.
+WITHOUT_PATTERN = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.0)
+
+
 class MoonshotPruner:
     """One-shot pruning of a model, in place.
 
@@ -57,7 +61,7 @@ class MoonshotPruner:
         model: a `PreTrainedModel`, on any device. It changes only once every layer has its result; a run that fails or
             is interrupted leaves it unchanged. A model that was pruned while it was loaded can be saved at once. Of a
             model from `torch.compile(model)`, `pruner.model` is the module inside, whose weights it shares.
-        config: the method.
+        config: the method; may be left out for `shrink` and `reduce_width`.
         tokenizer: for calibration on text; saved with the model.
         processor: image processor, for calibration on images; saved with the model. For a plain module, a function
             from an image to its tensor [C, H, W].
@@ -66,8 +70,11 @@ class MoonshotPruner:
         MoonshotError: another type of model or configuration, or a model with a part from `torch.compile(part)`.
     """
 
-    def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any = None, processor: Any = None):
+    def __init__(
+        self, model: nn.Module, config: MoonshotConfig | None = None, tokenizer: Any = None, processor: Any = None
+    ):
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
+        config = WITHOUT_PATTERN if config is None else config
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = uncompiled(model), config, tokenizer, processor
         self._origin, self._side_files = find_origin(self.model), SideFiles(source_of(self.model))
@@ -96,7 +103,7 @@ class MoonshotPruner:
 
         Args:
             name_or_path: a Hub repository or a local folder; or a GGUF file, "model.gguf" or "owner/repo/model.gguf".
-            method: also accepted as `config`.
+            method: also accepted as `config`; may be left out for `shrink` and `reduce_width`.
             offload: "disk" keeps the weights of the decoder layers in the checkpoint's files, "cpu" in host memory; one
                 layer at a time is on the device, which `device_map` may name. None loads the whole model.
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `cache_dir`,
@@ -107,7 +114,7 @@ class MoonshotPruner:
             OSError: there is no such model.
         """
         if method is None:
-            method = model_kwargs.pop("config", None)
+            method = model_kwargs.pop("config", WITHOUT_PATTERN)
         if not isinstance(method, MoonshotConfig):
             raise MoonshotError(f"config is a {type(method).__name__}: give a MoonshotConfig")
         model, tokenizer, processor = load_dense(name_or_path, model_kwargs, offload, method.offload_dir)
@@ -119,9 +126,16 @@ class MoonshotPruner:
         for name, folder in folders.items():
             if folder is not None:
                 check_path(name, folder)
+        if call not in ("shrink", "reduce_width"):
+            self._check_configured()
         loss = default_loss(self.model, self.config.seed) if loss is None else loss
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
         return run_context(subject, self.config.offload_dir, forward, call)
+
+    def _check_configured(self) -> None:
+        hint = 'such as MoonshotConfig.recipe("2:4"), or MoonshotConfig(sparsity=0.5)'
+        message = "no configuration says what to remove: give one"
+        require(self.config is not WITHOUT_PATTERN, message, field="config", hint=hint)
 
     @property
     def _config(self) -> MoonshotConfig:
@@ -261,6 +275,7 @@ class MoonshotPruner:
             MoonshotError: bad data, or nothing that can be rotated; the model is unchanged.
         """
         require(self.rotation is None, "rotate: the model is rotated already")
+        self._check_configured()
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         with self._run("rotate", loss, forward, progress, resume_dir=resume_dir) as subject:
             self._sweep = None
@@ -426,8 +441,8 @@ class MoonshotPruner:
         """Make the model smaller, to one target: decide which blocks, neurons and heads leave, and remove them.
 
         The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
-        becomes a new dense model with a smaller configuration; the given one is unchanged. The configuration has
-        ``pattern="structured"``. Unless λ is set it is 0.5 if heads leave, else 1. `recover` applies afterwards.
+        becomes a new dense model with a smaller configuration; the given one is unchanged. A configuration, if the
+        pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads leave, else 1. `recover` applies afterwards.
 
         Args:
             calibration: as for `prune`.

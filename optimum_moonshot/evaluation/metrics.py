@@ -193,7 +193,10 @@ def _prediction_sums(ids: Tensor, logits: Tensor, dense: Tensor | None = None) -
             predicted, *dense_log = (scores.to(logits.device).float().log_softmax(-1) for scores in rows)
             values = [functional.nll_loss(log, target, reduction="none") for log in (predicted, *dense_log)]
             for expected in dense_log:
-                values += [(expected.exp() * (expected - predicted)).sum(-1), expected.argmax(-1) == predicted.argmax(-1)]
+                values += [
+                    (expected.exp() * (expected - predicted)).sum(-1),
+                    expected.argmax(-1) == predicted.argmax(-1),
+                ]
             sums[: len(values)] += torch.stack([value.cpu().double().sum() for value in values])
     return sums
 

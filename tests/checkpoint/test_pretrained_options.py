@@ -77,8 +77,10 @@ def test_a_configuration_of_the_user(tmp_path):
     assert MoonshotPruner.from_pretrained(DEMO, config=SETTINGS).config == SETTINGS
     with pytest.raises(MoonshotError, match="config=5: give a configuration of transformers, or its folder"):
         MoonshotPruner.from_pretrained(DEMO, SETTINGS, config=5)
-    with pytest.raises(MoonshotError, match="config is a NoneType: give a MoonshotConfig"):
-        MoonshotPruner.from_pretrained(DEMO)
+    without = MoonshotPruner.from_pretrained(DEMO)
+    for call in (without.prune, without.plan, without.rotate):
+        with pytest.raises(MoonshotError, match="no configuration says what to remove: give one; such as MoonshotCon"):
+            call(["a text"])
 
 
 def test_damaged_indices(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from models import image_batches, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
@@ -116,3 +117,16 @@ def test_a_loss_that_is_not_finite_without_some_parts(monkeypatch):
         MoonshotError, match="the calibration loss of the model, heads without 1, is nan; check the mod"
     ):
         MoonshotPruner(make("llama"), CONFIG).shrink(BATCHES, parameters=0.7, progress=False)
+
+
+def test_a_target_is_all_that_a_pruner_needs():
+    pruner, other = (
+        MoonshotPruner(make("llama")),
+        MoonshotPruner(make("llama"), dataclasses.replace(CONFIG, num_samples=128)),
+    )
+    reports = [each.shrink(token_batches(128), parameters=0.9, progress=False) for each in (pruner, other)]
+    assert reports[0].chosen == reports[1].chosen
+    state, expected = pruner.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    with pytest.raises(MoonshotError, match="config: no configuration says what to remove"):
+        pruner.prune(BATCHES)
