@@ -442,7 +442,8 @@ class MoonshotPruner:
 
         The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
         becomes a new dense model with a smaller configuration; the given one is unchanged. A configuration, if the
-        pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads leave, else 1. `recover` applies afterwards.
+        pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads
+        leave, else 1. `recover` applies afterwards.
 
         Args:
             calibration: as for `prune`.

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Callable
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -124,6 +125,14 @@ class Library:
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
 
+    def direct_product(
+        self, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor | None]:
+        """The function x → `product`, with arguments that are made once; it is None for more than `most_rows` rows."""
+        kept = values, meta, offsets, bias  # whose addresses are used
+        matrix, shape = _matrix(values, meta, offsets, d_in), (len(meta), d_in)
+        return _Direct(self.functions["product"], matrix, shape, kept, (), self.most_rows)
+
     def grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None
     ) -> None:
@@ -179,6 +188,14 @@ class Library:
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
 
+    def direct_quantized_product(
+        self, matrix: QuantizedMatrix, bias: Tensor | None, wide: bool, most_rows: int
+    ) -> Callable[[Tensor], Tensor | None]:
+        """Like `direct_product`, but x → `quantized_product`."""
+        kept = matrix.codes, matrix.scale, matrix.meta, matrix.offsets, bias
+        function = self.functions["quantized_product"]
+        return _Direct(function, _quantized(matrix), matrix.shape, kept, (wide,), most_rows)
+
     def quantized_grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, matrix: QuantizedMatrix, wide: bool = False
     ) -> None:
@@ -211,6 +228,33 @@ class Library:
         offsets = torch.empty(meta.shape[0] + 1, dtype=torch.int64, device="cpu")
         self.functions["quantized_offsets"](bits, meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
         return offsets
+
+
+class _Direct:
+    """A product by a function of the library, with the arguments of a matrix; the last of its `tensors` is the bias."""
+
+    def __init__(
+        self,
+        function: Callable[..., int],
+        matrix: tuple[int | None, ...],
+        shape: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        options: tuple[Any, ...],
+        most_rows: int,
+    ):
+        self.function, self.matrix, self.tensors, self.options = function, matrix, tensors, options
+        self.bias, self.most_rows = _address(tensors[-1]), most_rows
+        self.d_out, self.d_in = shape
+
+    def __call__(self, inputs: Tensor) -> Tensor | None:
+        rows = inputs.numel() // self.d_in
+        if not 0 < rows <= self.most_rows:
+            return None
+        outputs = inputs.new_empty(*inputs.shape[:-1], self.d_out)
+        addresses = inputs.data_ptr(), rows, self.bias, outputs.data_ptr()
+        if self.function(*self.matrix, *addresses, *self.options, torch.get_num_threads()):
+            raise MemoryError(f"no memory for a copy of {rows}×{self.d_in} inputs")
+        return outputs
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -6,7 +6,7 @@ with the packed W. For gradients, and where torch is faster, tiles of W are unpa
 cache, so that no dense copy of W is written to memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -98,6 +98,16 @@ class Bitmask(Codec):
             return torch.ops.moonshot.packed_linear.default(inputs, values, meta, offsets, bias, window)
         # Without gradients, skip autograd: its overhead per call is as large as a small product.
         return torch.ops.moonshot.packed_product.default(inputs, values, meta, offsets, bias, window)
+
+    def direct(
+        self, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Plan | None = None
+    ) -> Callable[[Tensor], Tensor | None] | None:
+        (values, meta), library, (_, offsets) = self._tensors(parts), find_library(), plan or _NO_PLAN
+        like = values.new_empty(1, shape[1])
+        if library is None or not _supports(library, like, values, meta, bias):
+            return None
+        offsets = find_offsets(values, meta, shape[1]) if offsets is None else offsets
+        return library.direct_product(values, meta, offsets, shape[1], bias)
 
     def grouped(self, inputs: Tensor, counts: Tensor, parts: Parts, shape: Shape, plan: Plan | None = None) -> Tensor:
         if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:

@@ -8,7 +8,7 @@ all of W.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -134,6 +134,18 @@ class Quantized(Codec):
             return torch.ops.moonshot.quantized_linear.default(*arguments)
         # Without gradients, skip autograd: its overhead per call is as large as a small product.
         return torch.ops.moonshot.quantized_product.default(*arguments)
+
+    def direct(
+        self, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Tensor | None = None
+    ) -> Callable[[Tensor], Tensor | None] | None:
+        (codes, scale, meta), library = self._tensors(parts), find_library()
+        matrix, wide = (
+            library_matrix(self.grid(scale.dtype), codes, scale, meta, shape[1], plan),
+            self.inputs != INPUTS[0],
+        )
+        if library is None or matrix is None or not _supports(scale.new_empty(1, shape[1]), scale, bias, 1, wide):
+            return None
+        return library.direct_quantized_product(matrix, bias, wide, _MOST_WIDE if wide else library.most_rows)
 
     def grouped(self, inputs: Tensor, counts: Tensor, parts: Parts, shape: Shape, plan: Tensor | None = None) -> Tensor:
         if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:

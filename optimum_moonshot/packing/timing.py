@@ -6,14 +6,14 @@ from functools import lru_cache, partial
 from statistics import median
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .codec import Codec, Shape, Verdict
 
-LEAST = 1 << 18  # weights: for fewer, the overhead of a call, 30 µs, exceeds the time of the dense product
+LEAST = 1 << 18  # weights: for fewer, the dense matrix is in the cache, and the product seldom faster
+LEAST_QUANTIZED = 1 << 16  # the same for integer codes: the call of a packed layer takes 5 µs more than a dense one
 SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product at any sparsity
 _MEASURED = 1 << 24  # most weights of a matrix in a measurement
 _CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more than any cache
@@ -37,7 +37,9 @@ def kernel_obstacle(formats: str, shape: Shape, dtype: torch.dtype, device: torc
         supported = dtype.itemsize <= 4
     if not supported:
         return f"no kernel for {dtype}"
-    return f"smaller than {LEAST} weights" if shape[0] * shape[1] < LEAST else None
+    integers = formats == "quantized" and device.type == "cpu"
+    least = min(LEAST, LEAST_QUANTIZED) if integers else LEAST
+    return f"smaller than {least} weights" if shape[0] * shape[1] < least else None
 
 
 def kernel_name(device: torch.device) -> str:
@@ -82,10 +84,11 @@ def _gain(
         copies = max(1, _CYCLED // dense.nbytes)
         matrices = [dense.clone() for _ in range(copies)]
         packed = [{suffix: part.clone() for suffix, part in parts.items()} for _ in range(copies)]
-        calls = [
-            (partial(functional.linear, inputs, matrix), partial(codec.linear, inputs, copy, (d_out, d_in), None, plan))
-            for matrix, copy in zip(matrices, packed, strict=True)
-        ]
+        calls = []
+        for matrix, copy in zip(matrices, packed, strict=True):
+            direct = codec.direct(copy, (d_out, d_in), None, plan) if device.type == "cpu" else None
+            multiply = partial(codec.linear, inputs, copy, (d_out, d_in), None, plan)
+            calls.append((partial(functional.linear, inputs, matrix), partial(direct, inputs) if direct else multiply))
         gains = []
         for number in range(_ROUNDS):  # alternating, so that a change of clock speed affects both
             multiply_dense, multiply_packed = calls[number % copies]
@@ -93,7 +96,7 @@ def _gain(
         return median(gains[3:])  # the first calls include compilation
 
 
-def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """The time of a call, including the kernels that it launches."""
     started = time.perf_counter()
     call()

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ..errors import MoonshotError, require
 from ..objective.patterns import NM
 from ..packing import Codec
-from .packed_module import PackedMatrix, PackedModule
+from .packed_module import PackedMatrix, PackedModule, is_intercepted
 
 _WEIGHT = "weight"  # its name in a Linear
+_DIRECT = "direct"  # key of the cached `Codec.direct`
 
 
 class PackedLinear(PackedModule):
@@ -36,6 +37,7 @@ class PackedLinear(PackedModule):
         self.out_features, self.in_features = shape
         self.pattern = pattern
         self.register_packed(_WEIGHT, PackedMatrix(codec, shape), parts)
+        self._stored = tuple(codec.names(_WEIGHT).values())
         self.register_parameter("bias", bias)
 
     @property
@@ -87,6 +89,8 @@ class PackedLinear(PackedModule):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., d_in] → [..., d_out]."""
+        if (outputs := self._directly(inputs)) is not None:
+            return outputs
         device = inputs.device.type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
             return self.codec.linear(inputs, self.parts, self.shape, self.bias, self.plan)
@@ -94,6 +98,24 @@ class PackedLinear(PackedModule):
         with torch.autocast(device, enabled=False):
             bias = None if self.bias is None else self.bias.to(self.dtype)
             return self.codec.linear(inputs.to(self.dtype), self.parts, self.shape, bias, self.plan)
+
+    def _directly(self, inputs: Tensor) -> Tensor | None:
+        """The product by `Codec.direct`; None where another kind of call is necessary."""
+        if torch.compiler.is_compiling() or type(inputs) is not Tensor or inputs.device.type != "cpu":
+            return None
+        bias = self._parameters["bias"]
+        differentiable = inputs.requires_grad or (bias is not None and bias.requires_grad)
+        if (differentiable and torch.is_grad_enabled()) or is_intercepted() or torch.is_autocast_enabled("cpu"):
+            return None
+        # The tensors may have been replaced, or moved, without a call of this class.
+        addresses = [self._buffers[name].data_ptr() for name in self._stored]  # type: ignore[union-attr]
+        addresses.append(0 if bias is None else bias.data_ptr())
+        if self._plans.get(_DIRECT, (None,))[0] != addresses:
+            direct = self.codec.direct(self.parts, self.shape, bias, self.plan)
+            self._plans[_DIRECT] = addresses, self.dtype, direct
+        _, dtype, direct = self._plans[_DIRECT]
+        fits = direct is not None and inputs.dtype == dtype and inputs.shape[-1] == self.in_features
+        return direct(inputs) if fits and inputs.is_contiguous() else None
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, format={self.codec.name}"

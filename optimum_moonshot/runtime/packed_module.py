@@ -27,6 +27,15 @@ def packed_parts(module: nn.Module, codec: Codec, weight: str = "weight") -> dic
     return {suffix: getattr(module, name) for suffix, name in codec.names(weight).items()}
 
 
+def is_intercepted() -> bool:
+    """Whether something sees the calls of torch's operators: a tracer, a dispatch mode, or a transform such as vmap."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 class PackedModule(nn.Module):
     """The base of modules with packed weights, which replace a module with dense ones, the `origin`, if any.
 
@@ -54,7 +63,7 @@ class PackedModule(nn.Module):
             parts: its tensors, by suffix.
         """
         self.packed[weight] = matrix
-        self._plans.pop(weight, None)
+        self._plans.clear()
         for suffix, name in matrix.codec.names(weight).items():
             self.register_buffer(name, parts[suffix])
         dense = None if self.origin is None else self.origin._parameters[weight]
@@ -105,6 +114,9 @@ class PackedModule(nn.Module):
         return sum(
             matrix.shape[0] * matrix.shape[1] * self.dtype_of(weight).itemsize for weight, matrix in self.packed.items()
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}  # with addresses of this process
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PackedModule":
         self._plans.clear()

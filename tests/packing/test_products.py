@@ -243,7 +243,7 @@ def test_a_layer_decodes_faster_with_a_compiled_integer_product(monkeypatch):
     if library is not None:
         monkeypatch.setattr(library, "instruction_set", "vbmi2")
         assert verdict() == (True, "vbmi2 kernels for int4g128")
-        assert verdict((8, 8)) == (False, f"smaller than {timing.LEAST} weights")
+        assert verdict((8, 8)) == (False, f"smaller than {timing.LEAST_QUANTIZED} weights")
         kept = codec.with_inputs("float").decoding((1024, 1024), None, 0.2, torch.bfloat16, torch.device("cpu"))
         assert kept == (False, "the kernel is slower for inputs that are not rounded")
         assert verdict(dtype=torch.float64) == (False, "no kernel for torch.float64")
