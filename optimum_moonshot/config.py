@@ -263,8 +263,9 @@ class MoonshotConfig(Options):
         Args:
             pattern: the fraction of the weights to remove, "n:m", or "n:4" with a `sparsity`.
             budget: "paper" is the paper's own setting, λ · reconstruction + (1 - λ) · Fisher with equal sparsity in
-                every layer. "one-shot" adds a learned basis and a sparsity budget for each layer, without training.
-                "recovered" also tunes the surviving weights layer by layer, and takes several times as long.
+                every layer. "fast" is a better solver, ALPS, with a Fisher term that the rows share, and a sparsity
+                budget for each layer. "one-shot" also learns a basis, without training. "recovered" also tunes the
+                surviving weights layer by layer, and takes several times as long.
             changes: fields with other values.
 
         Raises:

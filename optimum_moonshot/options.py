@@ -278,6 +278,10 @@ for _field in OPTIONS.values():
 _BASIS, ALLOCATION = {"solver": "alps", "rotation": "learned"}, {"allocation": "fisher"}
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper": ({"fisher": "rows"}, {"fisher": "rows"}),
+    "fast": (
+        {"solver": "alps", **ALLOCATION, "lam": 0.5, "fisher": "shared"},
+        {"solver": "alps", "lam": 0.9, "fisher": "shared"},
+    ),
     "one-shot": ({**_BASIS, **ALLOCATION, "lam": 0.5}, {**_BASIS, "lam": 0.9}),
     "recovered": (
         {**_BASIS, **ALLOCATION, "lam": 1.0, "recover": "gradual"},

@@ -13,6 +13,10 @@ def test_the_papers_recipe_is_the_default_configuration_with_terms_of_the_rows()
 
 
 def test_settings_of_each_recipe():
+    config = MoonshotConfig.recipe(0.8, "fast")
+    assert (config.solver, config.fisher, config.rotation, config.allocation) == ("alps", "shared", None, "fisher")
+    config = MoonshotConfig.recipe("2:4", "fast")
+    assert (config.pattern, config.lam, config.rotation, config.allocation) == ("2:4", 0.9, None, "uniform")
     config = MoonshotConfig.recipe(0.8)
     assert (config.solver, config.sparsity, config.lam) == ("alps", 0.8, 0.5)
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
@@ -36,7 +40,7 @@ def test_explicit_fields_override_the_recipe():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0.5, "fast"), 'budget=\'fast\': use "paper" or "one-shot" or "recovered"'),
+        ((0.5, "best"), 'budget=\'best\': use "paper" or "fast" or "one-shot" or "recovered"'),
         ((None,), 'no recipe of None; give a sparsity such as 0.7, "n:m"'),
         ((True,), "no recipe of True; give a sparsity"),
         ((1.5,), "sparsity=1.5"),

@@ -4,7 +4,7 @@
 samples are accumulated in one of three ways: `Samples` stores every A_n, `Squares` their elementwise Σ_n A_n², and
 `RowMatrices` compresses them exactly, where there are more samples than inputs, to ``Σ_n a_n a_nᵀ`` of every row, or
 every column block of a row. A layer that is called several times for a sample, or in strips, has the sum of its pieces
-as gradient. `WeightedGram` is an approximation of the last two that all rows share, and does not need A_n.
+as gradient. `WeightedGram` is an approximation of the row matrices that all rows share, and does not need A_n.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
-from ..objective.quadratic import of_rows
 from ..objective.row_slices import slice_bytes, split_within
 from .statistic import GradientStatistic, InputStatistic, Merger
 from .storage import Storage
@@ -93,6 +92,7 @@ class GradientPlan:
     totals: int | None = None  # also L_F(0), of column blocks of this many inputs, and Σ A², both of all rows
     nothing: bool = False  # only the observer's `extra` statistics
     shared: bool = False  # one matrix that all rows share, in place of the gradients
+    squares: bool = False  # beside it the diagonals of the rows' own matrices
 
 
 def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
@@ -237,38 +237,42 @@ class RowMatrices(RowGradients):
 
 
 class WeightedGram(GradientStatistic):
-    """``Σ_t s_t x_t x_tᵀ``, [groups, d_in, d_in] or, diagonal, [groups, d_in], where ``s_t = mean_k δ_tk²``.
+    """``Σ_t s_t x_t x_tᵀ``, [groups, d_in, d_in], where ``s_t = mean_k δ_tk²``, and perhaps ``Σ_t δ_tk² x_tj²``.
 
-    Its matrices do not depend on the sample that a token belongs to.
+    They do not depend on the sample that a token belongs to.
     """
 
-    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, diagonal: bool):
-        self.layer, self.samples, self.diagonal = layer, samples, diagonal
-        shape = (layer.groups,) + (layer.shape[1],) * (1 if diagonal else 2)
-        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Fisher matrix")
-        self.rows = layer.shape[0]  # that this process solves
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan):
+        self.layer, self.samples = layer, samples
+        self.rows, d_in = layer.shape  # that this process solves
+        self.value = storage.zeros((layer.groups, d_in, d_in), torch.float32, f"{layer.name}: Fisher matrix")
+        name = f"{layer.name}: Fisher diagonals"
+        self.squares = storage.zeros((self.rows, d_in), torch.float32, name) if plan.squares else None
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         # The root of s_t multiplies x on both sides of a product, which is therefore symmetric.
         roots = torch.linalg.vector_norm(delta, dim=-1, keepdim=True).mul_(delta.shape[-1] ** -0.5)
         weighted = (inputs * roots).transpose(0, 1).flatten(1, 2)  # [groups, tokens, in]
-        total = self.value[groups]
-        if self.diagonal:
-            total += weighted.square_().sum(1).to(total.device)
-        elif total.device == weighted.device:
-            total.baddbmm_(weighted.mT, weighted)
-        else:
-            total += (weighted.mT @ weighted).to(total.device)
+        _add_product(self.value[groups], weighted, weighted)
+        if self.squares is not None:
+            squares = self.squares.view(len(self.value), -1, inputs.shape[-1])[groups]
+            _add_product(squares, *(x.transpose(0, 1).flatten(1, 2).square() for x in (delta, inputs)))
 
     def merge(self, merger: Merger) -> None:
+        self.squares = None if self.squares is None else merger.summed(self.squares)
         self.value, self.rows = merger.summed_groups(self.value, self.rows)
 
-    def result(self) -> SharedFisher | Tensor:
-        if self.diagonal:
-            one = len(self.value) == 1
-            return self.value.expand(self.rows, -1) if one else of_rows(self.value, self.rows)
+    def result(self) -> SharedFisher:
         which = torch.arange(self.rows) * len(self.value) // max(1, self.rows)
-        return SharedFisher(self.value, which, self.samples)
+        return SharedFisher(self.value, which, self.samples, self.squares)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add leftᵀ right, of [groups, tokens, …], to a total that may be on another device."""
+    if total.device == left.device:
+        total.baddbmm_(left.mT, right)
+    else:
+        total += (left.mT @ right).to(total.device)
 
 
 class LayerTotals(RowGradients):

@@ -271,7 +271,7 @@ class Observer(AbstractContextManager["Observer"]):
                 continue
             plan, statistics = (plans or {}).get(layer.name, GradientPlan()), dict[type, GradientStatistic]()
             if not plan.nothing and plan.shared:
-                statistics[GradientStatistic] = WeightedGram(layer, samples, storage, diagonal)
+                statistics[GradientStatistic] = WeightedGram(layer, samples, storage, plan)
             elif not plan.nothing and diagonal:
                 statistics[GradientStatistic] = Squares(layer, storage)
             elif not plan.nothing and plan.column_block is not None:

@@ -31,6 +31,7 @@ class Fisher(ABC):
     size: int  # inputs of a row: d_in, or the size of a column block
     max_rank: int  # number of factors of a row, a bound of its rank: at most the samples, and at most the inputs
     shared: Tensor | None = None  # the matrices, [matrices, size, size], where consecutive rows share one
+    squares: Tensor | None = None  # beside them the diagonals of the rows' own terms, [count, size]
 
     @abstractmethod
     def part(self, rows: slice) -> Fisher:
@@ -168,25 +169,28 @@ class SharedFisher(Fisher):
         shared: [matrices, size, size].
         which: index of each row's matrix, int64 [count] on the CPU; ascending, or that of column blocks.
         samples: N.
+        squares: ``Σ_t δ_tk² x_tj²``, [count, size], whose mean over rows is the diagonal of their matrix; optional.
     """
 
-    def __init__(self, shared: Tensor, which: Tensor, samples: int):
+    def __init__(self, shared: Tensor, which: Tensor, samples: int, squares: Tensor | None = None):
         self.shared: Tensor = shared
-        self.which, self.samples = which, samples
+        self.which, self.samples, self.squares = which, samples, squares
         self.count, self.size = len(which), shared.shape[-1]
         self.max_rank = self.size
 
     def part(self, rows: slice) -> SharedFisher:
         which = self.which[rows]
         first, last = (int(which.min()), int(which.max())) if len(which) else (0, -1)
-        return SharedFisher(self.shared[first : last + 1], which - first, self.samples)
+        squares = None if self.squares is None else self.squares[rows]
+        return SharedFisher(self.shared[first : last + 1], which - first, self.samples, squares)
 
     def column_blocks(self, size: int) -> SharedFisher:
         blocks = self.size // size
         if blocks == 1:
             return self
         which = self.which[:, None] * blocks + torch.arange(blocks)
-        return SharedFisher(diagonal_blocks(self.shared, size).flatten(0, 1), which.flatten(), self.samples)
+        squares = None if self.squares is None else self.squares.reshape(-1, size)
+        return SharedFisher(diagonal_blocks(self.shared, size).flatten(0, 1), which.flatten(), self.samples, squares)
 
     def matrices(self, rows: slice, device: torch.device) -> Tensor:
         return self.shared.to(device, torch.float64)[self.which[rows].to(device)]

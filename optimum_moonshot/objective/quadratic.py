@@ -32,6 +32,8 @@ LOSS_BYTES = 24
 # Largest rounding error of L_R(0) in float32, relative to its upper bound ‖ŵ‖² max(diag G): a loss below its negative
 # means that G is not positive semidefinite.
 ROUNDING = 1e-5
+# Smallest importance of a weight: the diagonals of its own term are of few tokens.
+LEAST_IMPORTANCE = 1e-3
 
 
 class RelativeLoss(NamedTuple):
@@ -101,6 +103,9 @@ class Quadratic:
     totals: Totals | None = None  # of the layer, if `fisher` covers some rows only
     alive: Tensor | None = None  # bool [d_out, d_in], True for the weights that may be nonzero; None: all
     inputs: Tensor | None = None  # G where `gram` is F, which rows share, and so a = 1 and b = 0; None: `gram` is G
+    # By how much a weight's own diagonal of F_k exceeds that of F: a factor of the scores by which weights of several
+    # rows compete, [d_out, d_in]. SmolLM2-135M at 0.6, SparseGPT: perplexity 53 instead of 70 without it, 65 with F_k.
+    importance: Tensor | None = None
 
     diagonal_only: ClassVar[bool] = False  # whether only the diagonals of G and A_k A_kᵀ are used
 
@@ -137,7 +142,10 @@ class Quadratic:
         if fisher is None or fisher.shared is None or not scalars.b:
             return cls(weight, gram, fisher, scalars, at_zero, totals, alive)
         shared = scalars.a * gram + scalars.b * fisher.shared.to(gram.device).view_as(gram)
-        return cls(weight, shared, fisher, scalars._replace(a=1.0, b=0.0), at_zero, totals, alive, inputs=gram)
+        whole = cls(weight, shared, fisher, scalars._replace(a=1.0, b=0.0), at_zero, totals, alive, inputs=gram)
+        return (
+            whole if fisher.squares is None else replace(whole, importance=whole._importance(fisher.squares, scalars))
+        )
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
         """The quadratic of some rows of the weight: a whole number of groups, or some within one."""
@@ -147,6 +155,18 @@ class Quadratic:
             gram = gram[rows.start // size : -(-rows.stop // size)]
         alive = None if self.alive is None else self.alive[rows]
         return replace(self, weight=self.weight[rows], gram=gram, fisher=fisher.column_blocks(self.size), alive=alive)
+
+    def _importance(self, squares: Tensor, scalars: Scales) -> Tensor:
+        """``(a G_jj + b Σ_t δ_tk² x_tj²) / F_jj`` of every weight, 1 where F_jj is 0."""
+        assert self.inputs is not None
+        which = self.grams_of(slice(None))
+
+        def of_rows(gram: Tensor) -> Tensor:
+            return gram.diagonal(dim1=-2, dim2=-1).reshape(-1, self.size)[which]
+
+        shared, diagonals = of_rows(self.gram), scalars.b * squares.to(self.weight.device).view(-1, self.size)
+        diagonals += scalars.a * of_rows(self.inputs)
+        return torch.where(shared > 0, diagonals / shared, 1.0).clamp_(min=LEAST_IMPORTANCE).view_as(self.weight)
 
     @property
     def damping_unit(self) -> float:

@@ -65,8 +65,9 @@ class StatisticsSpec:
 
         That of the samples serves patterns whose column blocks differ. A matrix that all rows share is smaller still.
         """
-        if self.shared:
-            return GradientPlan(shared=True)
+        if self.shared and not self.diagonal:
+            competing = any(isinstance(pattern, Unstructured) for pattern in self.patterns[layer.name])
+            return GradientPlan(shared=True, squares=competing)
         d_in = layer.shape[1]
         sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
         compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
@@ -86,9 +87,9 @@ class StatisticsSpec:
         if not self.needs_gradients(layer):
             return 0
         plan = self.plan(layer) if plan is None else plan
-        if plan.shared:
-            return self.gram_bytes(layer)
         d_out, d_in = layer.shape
+        if plan.shared:
+            return self.gram_bytes(layer) + 4 * d_out * d_in * plan.squares
         rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
         return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
 

@@ -91,7 +91,10 @@ class ALPS(Solver):
                 free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
                 shifted = free + dual / rho
                 check_factored(shifted.isfinite().all())
-                keep = keep_alive(pattern.keep, shifted.square(), objective.alive)
+                scores = shifted.square()
+                if objective.importance is not None and isinstance(pattern, Unstructured):
+                    scores *= objective.importance
+                keep = keep_alive(pattern.keep, scores, objective.alive)
                 sparse = torch.where(keep, shifted, 0)
                 dual = dual + rho * (free - sparse)
             changed = float((keep != previous).sum()) / 2 / max(1, int(keep.sum()))

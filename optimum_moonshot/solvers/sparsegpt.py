@@ -93,7 +93,9 @@ class SparseGPT(Solver):
             else:
                 factors = SharedFactor(factor)
             rounding_here, alive_here = rounding and rounding.part(rows), None if alive is None else alive[rows]
-            keep[rows] = prune_columns(weight[rows], factors, pattern, widths, rounding_here, dead, alive_here)
+            importance = None if objective.importance is None else objective.importance[rows]
+            arguments = pattern, widths, rounding_here, dead, alive_here, importance
+            keep[rows] = prune_columns(weight[rows], factors, *arguments)
         if rounding is not None:
             weight = quantize(objective, weight, keep, rounding.grid, rounding.scale).float()
         return weight, keep
@@ -104,7 +106,9 @@ class SparseGPT(Solver):
         if together is None or objective.scales.b or objective.gram.ndim > 2:
             return super().trials(objective, patterns)
         alive = None if objective.alive is None else objective.alive.repeat(len(patterns), 1)
-        copies = replace(objective, weight=objective.weight.repeat(len(patterns), 1), alive=alive)
+        importance = None if objective.importance is None else objective.importance.repeat(len(patterns), 1)
+        weight = objective.weight.repeat(len(patterns), 1)
+        copies = replace(objective, weight=weight, alive=alive, importance=importance)
         return list(self.solve(copies, together).weight.chunk(len(patterns)))
 
     def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
@@ -139,12 +143,14 @@ def prune_columns(
     rounding: ColumnRounding | None = None,
     dead: Tensor | None = None,
     alive: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> Tensor:
     """Prune rows [r, d_in] in place, by comparison groups of columns from left to right; returns `keep`.
 
     With `rounding`, the surviving weights are rounded as well (GPTQ, arXiv 2210.17323). The pattern's sparsity includes
     all weights at `dead` inputs, bool [d_in]; the others compete. Weights that are not `alive`, bool [r, d_in], are
-    removed in any case; the errors that reach them are compensated like others.
+    removed in any case; the errors that reach them are compensated like others. `importance`, [r, d_in], is that of the
+    objective, for the competition between rows.
     """
     keep = torch.empty_like(weight, dtype=torch.bool)
     if dead is not None and isinstance(pattern, Unstructured):
@@ -155,7 +161,9 @@ def prune_columns(
         survivable = None if alive is None else alive[:, columns]
         if isinstance(pattern, Unstructured):
             select = partial(_keep_columns, pattern, start=columns.start, dead=dead)
-            keep[:, columns] = keep_alive(select, (weight[:, columns] / pivots).square(), survivable)
+            scores = (weight[:, columns] / pivots).square()
+            scores = scores if importance is None else scores * importance[:, columns]
+            keep[:, columns] = keep_alive(select, scores, survivable)
         if rounding is not None:
             unstructured = isinstance(pattern, Unstructured)
             scores = (weight[:, columns] / pivots).square()

@@ -1,6 +1,6 @@
 """Every representation of the Fisher term equals Σ_n a_n a_nᵀ of each row and is read-only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import reference
@@ -338,3 +338,83 @@ def test_a_quadratic_of_some_rows_has_the_whole_shared_matrix():
         alone = Quadratic.build(weight[rows], gram[index], shared.part(rows), 0.5, totals)
         same(alone.gram, whole.gram[index], 1e-4)
         same(matrix, shared.shared[index].expand(4, -1, -1))
+
+
+def with_importance(lam, squares=None, alive=None, grouped=False):
+    """A weight, and its quadratic with a shared term and the diagonals of the rows' own terms."""
+    weight, gram, gradients = grouped_layer(3, 4, 24, 40, seed=8) if grouped else layer(12, 24, 40, seed=8)
+    shared, _ = shared_by(3 if grouped else 1)(gradients)
+    if squares is None:
+        squares = torch.rand(12, 24, generator=torch.Generator().manual_seed(1)) + 0.1
+    term = SharedFisher(shared.shared, shared.which, shared.samples, squares)
+    return weight, Quadratic.build(weight, gram, term, lam, alive=alive), Quadratic.build(weight, gram, shared, lam)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_importance_is_the_ratio_of_the_own_diagonal_to_the_shared_one(grouped):
+    weight, objective, _ = with_importance(0.5, grouped=grouped)
+    _, both, _ = with_importance(0.0, grouped=grouped)
+    for row in range(12):
+        gram = objective.inputs if not grouped else objective.inputs[row // 4]
+        shared = objective.fisher.matrices(slice(row, row + 1), CPU)[0].float()
+        a, b = 0.5 / objective.losses_at_zero[0], 0.5 / (40 * objective.losses_at_zero[1])
+        squares = objective.fisher.squares[row]
+        expected = (a * gram.diagonal() + b * squares) / (a * gram.diagonal() + b * shared.diagonal())
+        torch.testing.assert_close(objective.importance[row], expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            both.importance[row], (squares / shared.diagonal()).clamp(min=1e-3), rtol=1e-4, atol=1e-6
+        )
+    assert with_importance(1.0, grouped=grouped)[1].importance is None
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "alps"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_diagonals_equal_to_the_shared_one_change_nothing(solver, grouped):
+    _, _, plain = with_importance(0.5, grouped=grouped)
+    equal = plain.fisher.matrices(slice(None), CPU).diagonal(dim1=1, dim2=2).float()
+    _, objective, _ = with_importance(0.5, equal, grouped=grouped)
+    torch.testing.assert_close(objective.importance, torch.ones(12, 24))
+    results = [make_solver(solver, {}).solve(each, Unstructured(0.5)) for each in (objective, plain)]
+    assert torch.equal(results[0].keep, results[1].keep)
+    assert torch.equal(results[0].weight, results[1].weight)
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "alps"])
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_importance_moves_weights_between_rows_at_an_exact_count(solver, lam, grouped):
+    squares = torch.ones(12, 24)
+    squares[::2] *= 100
+    alive = torch.rand(12, 24, generator=torch.Generator().manual_seed(2)) > 0.1
+    weight, objective, plain = with_importance(lam, squares, alive, grouped)
+    solved = make_solver(solver, {}).solve(objective, Unstructured(0.5))
+    expected = make_solver(solver, {}).solve(plain, Unstructured(0.5))
+    assert solved.keep[::2].sum() > expected.keep[::2].sum() + 5
+    assert int(solved.keep.sum()) == 144 and not solved.weight[~solved.keep].any() and not solved.keep[~alive].any()
+    fixed = [
+        make_solver(solver, {}).solve(each, NM(2, 4)).weight
+        for each in (objective, replace(objective, importance=None))
+    ]
+    assert torch.equal(*fixed)  # the weights of a row compete
+
+
+def test_the_scores_of_sparsegpt_are_multiplied_by_the_importance():
+    weight, objective, _ = with_importance(0.5)
+    matrix = objective.gram.double() + 0.01 * objective.damping_unit * torch.eye(24)
+    pivots = torch.linalg.cholesky(torch.linalg.inv(matrix), upper=True).diagonal()
+    keep = reference.remove((weight / pivots) ** 2 * objective.importance, 144)
+    assert torch.equal(make_solver("sparsegpt", {}).solve(objective, Unstructured(0.5)).keep, keep)
+
+
+def test_parts_and_blocks_keep_the_diagonals_of_their_rows():
+    _, objective, _ = with_importance(0.5)
+    term = objective.fisher
+    assert torch.equal(term.part(slice(3, 7)).squares, term.squares[3:7])
+    assert torch.equal(term.column_blocks(6).squares, term.squares.reshape(48, 6))
+    weight, gram, _ = layer(12, 24, 40, seed=8)
+    blocks = Quadratic.build(weight, gram, term, 0.5, column_block=6)
+    scales = blocks.losses_at_zero
+    a, b = 0.5 / scales[0], 0.5 / (40 * scales[1])
+    shared = a * gram.diagonal() + b * term.shared[0].diagonal()
+    expected = (a * gram.diagonal() + b * term.squares) / shared
+    torch.testing.assert_close(blocks.importance, expected, rtol=1e-4, atol=1e-6)

@@ -30,6 +30,7 @@ from optimum_moonshot.plan.seconds import rotation_products
 from optimum_moonshot.plan.solver import random_problem
 from optimum_moonshot.solvers import make_solver
 
+N_OF_M = dict(pattern="2:4", sparsity=None)
 FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16, fisher="rows")
 
 
@@ -145,7 +146,9 @@ def test_the_memory_of_statistics_is_exact():
     gradients = n * (2 * d * d + 2 * kv * d + 3 * inner * d)
     assert most(plan, "statistics") == 4 * (grams + gradients)
     shared = 6 * d * d + inner * inner  # a matrix for every layer
-    assert most(planned(lam=0.5, solver="sparsegpt", fisher="shared"), "statistics") == 4 * (grams + shared)
+    plans = (planned(lam=0.5, solver="sparsegpt", fisher="shared", **pattern) for pattern in (N_OF_M, {}))
+    weights = 2 * d * d + 2 * kv * d + 3 * inner * d
+    assert [most(plan, "statistics") for plan in plans] == [4 * (grams + shared), 4 * (grams + shared + weights)]
 
 
 @pytest.mark.parametrize("solver", ["obc", "sparsegpt", "wanda"])
