@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import RESULTS, machine, peak_bytes, versions
+from common import RESULTS, machine, peak_above, versions
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -84,13 +84,17 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
     dtype = getattr(torch, options.dtype)
     pruner = MoonshotPruner.from_pretrained(model, config, dtype=dtype)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    loaded, started = peak_bytes(), time.process_time()
-    if "parameters" in fields:
-        pruner.shrink(options.calibration, parameters=fields["parameters"], progress=False)
-    else:
-        data = None if fields.get("solver") == "magnitude" else options.calibration
-        pruner.prune(data, progress=False)
-    seconds, peak = time.process_time() - started, peak_bytes() - loaded
+
+    def run() -> None:
+        if "parameters" in fields:
+            pruner.shrink(options.calibration, parameters=fields["parameters"], progress=False)
+        else:
+            data = None if fields.get("solver") == "magnitude" else options.calibration
+            pruner.prune(data, progress=False)
+
+    started = time.process_time()
+    peak = peak_above(run)
+    seconds = time.process_time() - started
     sizes = {"max_windows": options.windows, "sequence_length": 1024, "batch_size": 1, "against": dense}
     result = perplexity(pruner.model.float(), pruner.tokenizer, options.test, **sizes)
     report = pruner.report
