@@ -136,7 +136,6 @@ def perplexity(
     return Perplexity(*shared) if against is None else Divergence(*shared, kl=kl, agreement=same, dense=values[1])
 
 
-@torch.no_grad()
 def _sums(model: nn.Module, dense: nn.Module | None, batches: Sequence[Tensor], bar: "tqdm[Any]") -> Tensor:
     """The `_prediction_sums` of all windows."""
     total = torch.zeros(4, dtype=torch.float64)
@@ -145,6 +144,7 @@ def _sums(model: nn.Module, dense: nn.Module | None, batches: Sequence[Tensor], 
         models = [stack.enter_context(isolated(one)) for one in (model, dense) if one is not None]
         for one in models:
             stack.enter_context(evaluation_mode(one))
+        stack.enter_context(torch.no_grad())
         for windows in batches:
             total += _prediction_sums(windows, *(_next_logits(one, windows) for one in models))
             _check_finite(model, total[0], " logits")
