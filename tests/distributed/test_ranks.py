@@ -185,7 +185,10 @@ def test_processes_share_the_batches_of_one(size, largest):
     data = SimpleNamespace(batches=token_batches(19, size=4))
 
     def prepared(rank, size):
-        subject, backoff = SimpleNamespace(ranks=Ranks(rank, size)), SimpleNamespace(processes=size, samples=largest)
+        subject, backoff = (
+            SimpleNamespace(ranks=Ranks(rank, size)),
+            SimpleNamespace(ranks=Ranks(rank, size), samples=largest),
+        )
         return Prepared(subject, None, data, None, backoff)
 
     single, several = prepared(0, 1), [prepared(rank, size) for rank in range(size)]
