@@ -27,8 +27,8 @@ from transformers.utils import logging
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.reports.tables import text_table
 
-NM = {"2:4": "2:4", "4:8": "4:8", "6:8": "6:8", "8:16": "8:16"}
-PATTERNS = {**{name: {"pattern": name} for name in NM}, **{str(s): {"sparsity": s} for s in (0.5, 0.6, 0.7)}}
+PATTERNS = {name: {"pattern": name} for name in ("2:4", "4:8", "6:8", "8:16")}
+PATTERNS |= {str(sparsity): {"sparsity": sparsity} for sparsity in (0.5, 0.6, 0.7)}
 METHODS = {
     "magnitude": {"solver": "magnitude"},
     "Wanda": {"solver": "wanda", "lam": 1},
@@ -97,14 +97,13 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
     seconds = time.process_time() - started
     sizes = {"max_windows": options.windows, "sequence_length": 1024, "batch_size": 1, "against": dense}
     result = perplexity(pruner.model.float(), pruner.tokenizer, options.test, **sizes)
-    report = pruner.report
     return {
         "perplexity": result.value,
         "dense": result.dense,
         "kl": result.kl,
         "agreement": result.agreement,
         "seconds": seconds,
-        "phases": report.seconds if report else {},
+        "phases": pruner.report.seconds,
         "peak_above_loaded": peak,
         "parameters": pruner.model.num_parameters(),
     }

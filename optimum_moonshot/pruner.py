@@ -126,16 +126,12 @@ class MoonshotPruner:
         for name, folder in folders.items():
             if folder is not None:
                 check_path(name, folder)
-        if call not in ("shrink", "reduce_width"):
-            self._check_configured()
+        configured = self.config is not WITHOUT_PATTERN or call in ("shrink", "reduce_width")
+        hint = 'such as MoonshotConfig.recipe("2:4"), or MoonshotConfig(sparsity=0.5)'
+        require(configured, "no configuration says what to remove: give one", field="config", hint=hint)
         loss = default_loss(self.model, self.config.seed) if loss is None else loss
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
         return run_context(subject, self.config.offload_dir, forward, call)
-
-    def _check_configured(self) -> None:
-        hint = 'such as MoonshotConfig.recipe("2:4"), or MoonshotConfig(sparsity=0.5)'
-        message = "no configuration says what to remove: give one"
-        require(self.config is not WITHOUT_PATTERN, message, field="config", hint=hint)
 
     @property
     def _config(self) -> MoonshotConfig:
@@ -275,9 +271,8 @@ class MoonshotPruner:
             MoonshotError: bad data, or nothing that can be rotated; the model is unchanged.
         """
         require(self.rotation is None, "rotate: the model is rotated already")
-        self._check_configured()
-        config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         with self._run("rotate", loss, forward, progress, resume_dir=resume_dir) as subject:
+            config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
             self._sweep = None
             rotation, discard = rotate_model(subject, config, calibration, resume_dir)
             self.rotation = dataclasses.replace(rotation, notes=(*rotation.notes, *self._origin.notes))

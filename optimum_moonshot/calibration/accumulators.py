@@ -128,12 +128,9 @@ class RowGradients(GradientStatistic):
                 window = window[:, first : first + self.group_rows]
             selected = slice(None)
         inputs, delta = (x[:, selected].flatten(0, 1) for x in (inputs, delta))
-        delta = delta[..., self.within].mT
+        delta = delta[..., self.within]
         window = window.unflatten(1, (len(delta) // len(window), -1)).flatten(0, 1)
-        if window.device == delta.device:
-            window.baddbmm_(delta, inputs)
-        else:
-            window += (delta @ inputs).to(window.device)
+        _add_product(window, delta, inputs)
 
 
 class Samples(RowGradients):

@@ -21,14 +21,14 @@ from .common import (
     usage_errors,
 )
 
-# The format of a metric's values; ".3f" for others.
-SPECS = {"accuracy": ".2%", "same neighbour": ".2%", "same top token": ".2%", "cosine": ".4f", "KL divergence": ".4f"}
-
 if TYPE_CHECKING:
     import torch
 
     from ..evaluation.metrics import Embeddings
     from ..evaluation.report import EvalReport
+
+# The format of a metric's values; ".3f" for others.
+SPECS = {"accuracy": ".2%", "same neighbour": ".2%", "same top token": ".2%", "cosine": ".4f", "KL divergence": ".4f"}
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:

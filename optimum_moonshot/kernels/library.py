@@ -117,21 +117,15 @@ class Library:
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.
         """
-        (rows, d_in), d_out = inputs.shape, meta.shape[0]
-        outputs = inputs.new_empty(rows, d_out)
-        matrix = _matrix(values, meta, offsets, d_in)
-        addresses = inputs.data_ptr(), rows, _address(bias), outputs.data_ptr()
-        if self.functions["product"](*matrix, *addresses, torch.get_num_threads()):
-            raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
-        return outputs
+        return self.direct_product(values, meta, offsets, inputs.shape[1], bias).multiply(inputs)
 
     def direct_product(
         self, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor | None]:
+    ) -> "DirectProduct":
         """The function x → `product`, with arguments that are made once; it is None for more than `most_rows` rows."""
         kept = values, meta, offsets, bias  # whose addresses are used
         matrix, shape = _matrix(values, meta, offsets, d_in), (len(meta), d_in)
-        return _Direct(self.functions["product"], matrix, shape, kept, (), self.most_rows)
+        return DirectProduct(self.functions["product"], matrix, shape, kept, (), self.most_rows)
 
     def grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None
@@ -181,20 +175,15 @@ class Library:
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.
         """
-        (rows, d_in), d_out = inputs.shape, matrix.shape[0]
-        outputs = inputs.new_empty(rows, d_out)
-        addresses = inputs.data_ptr(), rows, _address(bias), outputs.data_ptr()
-        if self.functions["quantized_product"](*_quantized(matrix), *addresses, wide, torch.get_num_threads()):
-            raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
-        return outputs
+        return self.direct_quantized_product(matrix, bias, wide, self.most_rows).multiply(inputs)
 
     def direct_quantized_product(
         self, matrix: QuantizedMatrix, bias: Tensor | None, wide: bool, most_rows: int
-    ) -> Callable[[Tensor], Tensor | None]:
+    ) -> "DirectProduct":
         """Like `direct_product`, but x → `quantized_product`."""
         kept = matrix.codes, matrix.scale, matrix.meta, matrix.offsets, bias
         function = self.functions["quantized_product"]
-        return _Direct(function, _quantized(matrix), matrix.shape, kept, (wide,), most_rows)
+        return DirectProduct(function, _quantized(matrix), matrix.shape, kept, (wide,), most_rows)
 
     def quantized_grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, matrix: QuantizedMatrix, wide: bool = False
@@ -230,7 +219,7 @@ class Library:
         return offsets
 
 
-class _Direct:
+class DirectProduct:
     """A product by a function of the library, with the arguments of a matrix; the last of its `tensors` is the bias."""
 
     def __init__(
@@ -247,9 +236,12 @@ class _Direct:
         self.d_out, self.d_in = shape
 
     def __call__(self, inputs: Tensor) -> Tensor | None:
+        """The product, or None for other numbers of rows than 1 to `most_rows`."""
+        return self.multiply(inputs) if 0 < inputs.numel() <= self.most_rows * self.d_in else None
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        """x Wᵀ + bias, [..., d_out], of contiguous inputs [..., d_in] in the dtype of the matrix."""
         rows = inputs.numel() // self.d_in
-        if not 0 < rows <= self.most_rows:
-            return None
         outputs = inputs.new_empty(*inputs.shape[:-1], self.d_out)
         addresses = inputs.data_ptr(), rows, self.bias, outputs.data_ptr()
         if self.function(*self.matrix, *addresses, *self.options, torch.get_num_threads()):

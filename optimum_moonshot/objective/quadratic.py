@@ -143,9 +143,9 @@ class Quadratic:
             return cls(weight, gram, fisher, scalars, at_zero, totals, alive)
         shared = scalars.a * gram + scalars.b * fisher.shared.to(gram.device).view_as(gram)
         whole = cls(weight, shared, fisher, scalars._replace(a=1.0, b=0.0), at_zero, totals, alive, inputs=gram)
-        return (
-            whole if fisher.squares is None else replace(whole, importance=whole._importance(fisher.squares, scalars))
-        )
+        if fisher.squares is None:
+            return whole
+        return replace(whole, importance=whole._importance(fisher.squares, scalars))
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
         """The quadratic of some rows of the weight: a whole number of groups, or some within one."""
@@ -169,11 +169,15 @@ class Quadratic:
         return torch.where(shared > 0, diagonals / shared, 1.0).clamp_(min=LEAST_IMPORTANCE).view_as(self.weight)
 
     @property
+    def input_gram(self) -> Tensor:
+        """G, also where `gram` includes the Fisher term."""
+        return self.gram if self.inputs is None else self.inputs
+
+    @property
     def damping_unit(self) -> float:
         """The number that a damping of 1 adds to the diagonal: ``mean(diag G)/L_R(0)`` for every λ (paper A.6)."""
         if self.losses_at_zero[0]:
-            gram = self.gram if self.inputs is None else self.inputs
-            return float(gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
+            return float(self.input_gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
         return self.mean_diagonal() or 1.0
 
     @property
@@ -215,8 +219,7 @@ class Quadratic:
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
-        gram = self.gram if self.inputs is None else self.inputs
-        return _relative(_terms(deltas, gram, self.fisher), self.losses_at_zero, self.scales.lam)
+        return _relative(_terms(deltas, self.input_gram, self.fisher), self.losses_at_zero, self.scales.lam)
 
 
 def _by_group(gram: Tensor) -> Tensor:

@@ -138,11 +138,8 @@ class Quantized(Codec):
     def direct(
         self, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Tensor | None = None
     ) -> Callable[[Tensor], Tensor | None] | None:
-        (codes, scale, meta), library = self._tensors(parts), find_library()
-        matrix, wide = (
-            library_matrix(self.grid(scale.dtype), codes, scale, meta, shape[1], plan),
-            self.inputs != INPUTS[0],
-        )
+        (codes, scale, meta), library, wide = self._tensors(parts), find_library(), self.inputs != INPUTS[0]
+        matrix = library_matrix(self.grid(scale.dtype), codes, scale, meta, shape[1], plan)
         if library is None or matrix is None or not _supports(scale.new_empty(1, shape[1]), scale, bias, 1, wide):
             return None
         return library.direct_quantized_product(matrix, bias, wide, _MOST_WIDE if wide else library.most_rows)

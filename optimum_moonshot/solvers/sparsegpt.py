@@ -166,8 +166,9 @@ def prune_columns(
             keep[:, columns] = keep_alive(select, scores, survivable)
         if rounding is not None:
             unstructured = isinstance(pattern, Unstructured)
-            scores = (weight[:, columns] / pivots).square()
-            expected = keep[:, columns] if unstructured else keep_alive(pattern.keep, scores, survivable)
+            expected = keep[:, columns]
+            if not unstructured:
+                expected = keep_alive(pattern.keep, (weight[:, columns] / pivots).square(), survivable)
             rounding.begin_group(weight, columns, expected, pivots)
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
