@@ -1,13 +1,15 @@
-"""Real models at the settings of a user: quality against the dense model, CPU seconds in forward passes, memory, bytes.
+"""Real models at the settings of a user: quality against the dense model, CPU seconds, memory, bytes, decoding speed.
 
     python benchmarks/real.py .venv/real/SmolLM2-135M-Instruct --calibration valid.txt --test test.txt
     python benchmarks/real.py … --settings "2:4, ALPS" "2:4, fast" --seeds 0 1 2 --minutes 60
     python benchmarks/real.py … --show                # tables of the results so far
+    python benchmarks/real.py … --phases              # seconds of every phase, beside the forward pass
 
 `make .venv/.real` installs the models, and the tests in tests/real dequantize them to folders. The texts are those of
 WikiText-2: validation calibrates, test judges. Every cell (setting, seed) runs in a process of its own with one thread,
 and is not repeated; the results are in results/real-MODEL.json. A "pass" is the CPU seconds of one forward pass of the
-model, in float32 and without its head, over as many tokens as a cell calibrates on.
+model, without its head, over as many tokens as a cell calibrates on, in the faster of float32 and bfloat16. Bytes are
+those of the packed weights, and tokens per second those of greedy decoding of one sample with these weights.
 """
 
 import argparse
@@ -16,15 +18,18 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import RESULTS, machine, peak_above, versions
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot.data.text import load_calibration
 from optimum_moonshot.reports.tables import text_table
 
 PATTERNS = {name: {"pattern": name} for name in ("2:4", "4:8", "6:8", "8:16")}
@@ -40,24 +45,29 @@ METHODS = {
     "fast": {"recipe": "fast"},
     "one-shot": {"recipe": "one-shot"},
     "recovered": {"recipe": "recovered"},
+    "llm-compressor SparseGPT": {"peer": "SparseGPT"},  # peer.py
+    "llm-compressor Wanda": {"peer": "Wanda"},
 }
 # Setting → fields of the configuration, or a target of `shrink`.
 SETTINGS = {f"{pattern}, {name}": {**PATTERNS[pattern], **METHODS[name]} for pattern in PATTERNS for name in METHODS}
 SETTINGS |= {f"{bits} bits, {name}": {"bits": bits, **METHODS[name]} for bits in (4, 3) for name in METHODS}
 SETTINGS |= {f"2:4 and 4 bits, {name}": {"pattern": "2:4", "bits": 4, **METHODS[name]} for name in METHODS}
 SETTINGS |= {f"shrink {share}": {"parameters": share} for share in (0.9, 0.75)}
+SETTINGS["dense"] = {}
 PASS = "one pass"
+DECODED = 48  # tokens
 DEFAULTS = ("2:4, SparseGPT", "2:4, SparseGPT, shared", "2:4, ALPS", "2:4, ALPS, shared")
 
 
-def configuration(fields: dict, seed: int, samples: int, length: int) -> MoonshotConfig:
+def configuration(fields: dict, seed: int, samples: int, length: int) -> MoonshotConfig | None:
+    """The configuration of a setting; None for `shrink`, which needs none."""
     common = {"num_samples": samples, "sequence_length": length, "seed": seed}
     if "parameters" in fields:
         return MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.0, **common)
     fields = dict(fields)
     if "recipe" in fields:
         budget = fields.pop("recipe")
-        pattern = fields.pop("pattern", None) or fields.pop("sparsity")
+        pattern = fields.pop("pattern", None) or fields.pop("sparsity", 0.0)
         return MoonshotConfig.recipe(pattern, budget, **fields, **common)
     return MoonshotConfig(**fields, **common)
 
@@ -65,12 +75,15 @@ def configuration(fields: dict, seed: int, samples: int, length: int) -> Moonsho
 @torch.no_grad()
 def one_pass(model: str, options: argparse.Namespace) -> dict:
     """A forward pass over random tokens, in this process."""
-    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ids = torch.randint(10, 1000, (options.samples, options.length), generator=torch.Generator().manual_seed(0))
-    started = time.process_time()
-    for batch in ids.split(8):
-        dense.base_model(input_ids=batch, use_cache=False)
-    return {"seconds": time.process_time() - started}
+    seconds = {}
+    for dtype in ("float32", "bfloat16"):
+        dense = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        started = time.process_time()
+        for batch in ids.split(8):
+            dense.base_model(input_ids=batch, use_cache=False)
+        seconds[dtype] = time.process_time() - started
+    return {"seconds": min(seconds.values()), **seconds}
 
 
 def measure(model: str, setting: str, seed: int, options: argparse.Namespace) -> dict:
@@ -80,10 +93,31 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
     if setting == PASS:
         return one_pass(model, options)
     fields = SETTINGS[setting]
-    config = configuration(fields, seed, options.samples, options.length)
     dtype = getattr(torch, options.dtype)
-    pruner = MoonshotPruner.from_pretrained(model, config, dtype=dtype)
+    pruned = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        if "peer" in fields:
+            row = peer(model, fields, seed, tokenizer, options, folder)
+            pruned.load_state_dict(torch.load(f"{folder}/state.pt"))
+        elif fields:
+            pruner = MoonshotPruner(pruned, configuration(fields, seed, options.samples, options.length), tokenizer)
+            row = prune(pruner, fields, options)
+            pruned = pruner.model
+            pruner.save_pretrained(folder, format=None if "parameters" in fields else "packed")
+            row |= serving(folder, dtype)
+        else:
+            row = {"seconds": 0.0, "peak_above_loaded": 0, **serving(model, dtype)}
+    length = min(1024, pruned.config.max_position_embeddings)
+    sizes = {"max_windows": options.windows, "sequence_length": length, "batch_size": 1, "against": dense}
+    result = perplexity(pruned.float(), tokenizer, options.test, **sizes)
+    quality = {"perplexity": result.value, "dense": result.dense, "kl": result.kl, "agreement": result.agreement}
+    return {**quality, **row, "parameters": pruned.num_parameters()}
+
+
+def prune(pruner: MoonshotPruner, fields: dict, options: argparse.Namespace) -> dict:
+    """Prune or shrink the model of a pruner; returns the cost."""
 
     def run() -> None:
         if "parameters" in fields:
@@ -95,25 +129,43 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
     started = time.process_time()
     peak = peak_above(run)
     seconds = time.process_time() - started
-    sizes = {"max_windows": options.windows, "sequence_length": 1024, "batch_size": 1, "against": dense}
-    result = perplexity(pruner.model.float(), pruner.tokenizer, options.test, **sizes)
-    return {
-        "perplexity": result.value,
-        "dense": result.dense,
-        "kl": result.kl,
-        "agreement": result.agreement,
-        "seconds": seconds,
-        "phases": pruner.report.seconds,
-        "peak_above_loaded": peak,
-        "parameters": pruner.model.num_parameters(),
-    }
+    return {"seconds": seconds, "peak_above_loaded": peak, "phases": pruner.report.seconds}
+
+
+def peer(model: str, fields: dict, seed: int, tokenizer: Any, options: argparse.Namespace, folder: str) -> dict:
+    """Prune by llm-compressor, on the windows that this package would draw; returns the cost."""
+    sizes = {"num_samples": options.samples, "sequence_length": options.length, "seed": seed}
+    data = load_calibration(options.calibration, tokenizer, **sizes)
+    torch.save(torch.cat([batch["input_ids"] for batch in data.batches]), f"{folder}/windows.pt")
+    pattern, sparsity = fields.get("pattern", "0:0"), fields.get("sparsity", 0.5)
+    script = Path(__file__).with_name("peer.py")
+    arguments = [model, f"{folder}/windows.pt", fields["peer"], pattern, sparsity, options.dtype, f"{folder}/state.pt"]
+    run = subprocess.run([options.peer_python, script, *map(str, arguments)], capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(run.stderr)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@torch.inference_mode()
+def serving(folder: str, dtype: torch.dtype) -> dict:
+    """Bytes of the weights in a folder, and tokens per second of greedy decoding."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    ids = torch.randint(10, 1000, (1, 8), generator=torch.Generator().manual_seed(0))
+    count = {"max_new_tokens": DECODED, "min_new_tokens": DECODED, "do_sample": False, "eos_token_id": None}
+    rates = []
+    for _ in range(3):  # the first is slower
+        started = time.process_time()
+        loaded.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **count)
+        rates.append(DECODED / (time.process_time() - started))
+    weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    return {"bytes": weights, "tokens_per_second": max(rates)}
 
 
 def cell(model: str, setting: str, seed: int, options: argparse.Namespace) -> dict:
     """One cell, in a process of its own."""
     arguments = [sys.executable, __file__, model, "--one", setting, "--seeds", str(seed)]
-    for name in ("calibration", "test", "samples", "length", "windows", "dtype"):
-        arguments += [f"--{name}", str(getattr(options, name))]
+    for name in ("calibration", "test", "samples", "length", "windows", "dtype", "peer_python"):
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     if run.returncode:
@@ -132,14 +184,31 @@ def tables(results: dict) -> str:
             continue
         values = [f"{samples} × {length}"]
         for key, digits in (("perplexity", 2), ("kl", 4), ("agreement", 4)):
-            numbers = [each[key] for each in cells]
+            numbers = [row[key] for row in cells]
             error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
             values.append(f"{statistics.fmean(numbers):.{digits}f}{error}")
-        seconds = statistics.fmean(each["seconds"] for each in cells)
-        peak = max(each["peak_above_loaded"] for each in cells) / 1e6
-        rows.append([setting, *values, f"{seconds:.0f}", f"{seconds / passes[samples, length]:.1f}", f"{peak:.0f}"])
-    header = ["setting", "tokens", "perplexity", "KL", "top-1", "CPU s", "passes", "MB above the model"]
-    return text_table(header, rows, 160)
+        seconds = statistics.fmean(row["seconds"] for row in cells)
+        values += [f"{seconds:.0f}", f"{seconds / passes[samples, length]:.1f}"]
+        values.append(f"{max(row['peak_above_loaded'] for row in cells) / 1e6:.0f}")
+        for key, scale, digits in (("bytes", 1e6, 0), ("tokens_per_second", 1, 1)):
+            numbers = [row[key] for row in cells if key in row]
+            values.append(f"{statistics.fmean(numbers) / scale:.{digits}f}" if numbers else "–")
+        rows.append([setting, *values])
+    header = ["setting", "tokens", "perplexity", "KL", "top-1", "CPU s", "passes", "MB above", "MB", "tokens/s"]
+    return text_table(header, rows, 200)
+
+
+def phases(results: dict) -> str:
+    """Seconds of every phase of the first seed, and of a forward pass over the same tokens."""
+    cells = results["cells"]
+    names = list(dict.fromkeys(name for row in cells for name in row.get("phases", ())))
+    rows = [
+        [f"{row['setting']}, {row['samples']} × {row['length']}"]
+        + [f"{row['phases'][name]:.0f}" if name in row["phases"] else "–" for name in names]
+        for row in cells
+        if "phases" in row and row["seed"] == 0
+    ]
+    return text_table(["setting", *names], rows, 200)
 
 
 def main() -> None:
@@ -154,7 +223,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--dtype", default="bfloat16", help="of the model that is pruned; it is judged in float32")
     parser.add_argument("--minutes", type=float, help="begin no cell after so long")
-    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--show", action="store_true", help="print the results so far")
+    parser.add_argument("--phases", action="store_true", help="print the seconds of the phases so far")
+    parser.add_argument("--peer-python", help="interpreter of an environment with llm-compressor")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -168,15 +239,15 @@ def main() -> None:
     for seed in options.seeds:
         for setting in (PASS, *options.settings):
             key = (setting, seed, options.samples, options.length, options.dtype)
-            key = (PASS, 0, *key[2:4], "float32") if setting == PASS else key
+            key = (PASS, 0, *key[2:4], "fastest") if setting == PASS else key
             late = options.minutes and time.perf_counter() - started > 60 * options.minutes
-            if options.show or late or key in measured:
+            if options.show or options.phases or late or key in measured:
                 continue
             row = cell(options.model, setting, seed, options)
             results["cells"].append({**dict(zip(keys, key, strict=True)), **row})
             path.write_text(json.dumps(results, indent=1) + "\n")
             print(*key, {name: round(value, 3) for name, value in row.items() if name != "phases"}, flush=True)
-    print(tables(results))
+    print(phases(results) if options.phases else tables(results))
 
 
 if __name__ == "__main__":
