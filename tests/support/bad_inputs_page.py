@@ -1,4 +1,4 @@
-"""Tables of the bad inputs that are tested, from the sources of the tests, which the site shows in docs/reliability.md."""
+"""Tables of the tested bad inputs, from the sources of their tests. The site shows them in docs/reliability.md."""
 
 import ast
 from pathlib import Path
