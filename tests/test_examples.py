@@ -1,21 +1,19 @@
 """The example programs and the notebook, on a tiny untrained model: they keep what they promise, and training helps."""
 
 import importlib.util
-import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-import pages
+import notebooks
 import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned, verify
-from optimum_moonshot.data import sources
 from optimum_moonshot.masks import find_pruned, follows
 from optimum_moonshot.objective.patterns import NM
 
@@ -112,40 +110,13 @@ def test_a_packed_model_generates(tiny, texts, tmp_path, capsys, monkeypatch):
     assert rows["packed"][1] < rows["dense"][1]
 
 
-def cells_of(name):
-    """The sources of the code cells of a notebook, of nbformat 4.5 and stored without outputs."""
-    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5) and notebook["metadata"]["kernelspec"]
-    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    for cell in notebook["cells"]:
-        extra = {"execution_count", "outputs"} if cell in code else set()
-        assert cell.keys() == {"cell_type", "id", "metadata", "source"} | extra
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    return ["".join(cell["source"]) for cell in code]
-
-
-def run_notebook(folder, monkeypatch, **sizes):
-    """Run the cells in a folder, with other sizes than the notebook's; Jupyter is not needed, as no cell uses magic."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sources, "load_dataset", pages.load_dataset)
-    monkeypatch.setattr("datasets.load_dataset", pages.load_dataset)
-    namespace = {"__name__": "notebook"}
-    for source in cells_of("smollm2"):
-        exec(compile(source, "smollm2.ipynb", "exec"), namespace)
-        if "samples" in namespace:
-            namespace |= sizes
-            sizes = {}
-    return namespace
-
-
 def test_the_notebook(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     save_tiny(folder, 256)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    results = run_notebook(tmp_path, monkeypatch, samples=4, length=64, steps=20, windows=8)
+    results = notebooks.run(tmp_path, monkeypatch, 4, 64, 20, 8)
     assert results["trained"].value < results["pruned"].value
     for output in ("outputs/SmolLM2-2of4", "outputs/SmolLM2-2of4-trained"):
         layers = find_pruned(load_pruned(tmp_path / output))
@@ -161,7 +132,7 @@ def test_the_first_cell_installs_the_package_with_packages_that_match_torch(
     monkeypatch.chdir(tmp_path / "examples")
     if beside:
         (tmp_path / "setup.cfg").touch()
-    cell = cells_of("smollm2")[0]
+    cell = notebooks.cells()[0]
     installed, commands = {"torchvision"}, []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
