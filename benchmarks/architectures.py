@@ -38,7 +38,7 @@ KINDS = {
     "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
 SAMPLES, LENGTH = 4, 16
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 MARKS = ("<!-- survey -->", "<!-- end of survey -->")
 LIMIT = 12 * 2**30  # bytes of address space per process
 

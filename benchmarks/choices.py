@@ -1,8 +1,8 @@
-"""The choices that the README compares, from the JSON in results/: quality, bytes, speed and time.
+"""The choices that docs/choosing.md compares, from the JSON in results/: quality, bytes, speed and time.
 
 Usage: python benchmarks/choices.py
 
-prints the table and writes it into the README: run it after every benchmark that it reads. Quality and bits per weight
+prints the table and writes it into the guide: run it after every benchmark that it reads. Quality and bits per weight
 are those of the shipped Llama (beyond.py, quantized.py), speeds those of a random Llama of the shape of 1B (generate.py
 --quantized): the shipped one is too small for its speed to depend on its weights.
 """
@@ -15,7 +15,7 @@ from statistics import fmean
 from cells import gather
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
+GUIDE = Path(__file__).parents[1] / "docs" / "choosing.md"
 DENSE_BITS = 16
 RECOVERED = "all, recovered"
 ONE_SHOT = "ALPS, basis, shares"
@@ -60,36 +60,36 @@ class Choice:
 
 # goal → setting in Python, choice, guide; at most six, with the one for a dense model.
 TABLE = {
-    "a quarter of the bytes, least loss: remove nothing": (
+    "4× smaller with the least loss (dense, 4 bits)": (
         "MoonshotConfig(bits=4)",
         Choice("dense, 4", "SparseGPT"),
-        "[quantize](docs/quantization.md)",
+        "[quantize](quantize.md)",
     ),
     "fewer than 3 bits per weight": (
         'recipe(0.6, "recovered", bits=4)',
         Choice("0.6, 4", "recovered"),
-        "[quantize](docs/quantization.md)",
+        "[quantize](quantize.md)",
     ),
     "about 2 bits per weight": (
         'recipe(0.8, "recovered", bits=4)',
         Choice("0.8, 4", "recovered"),
-        "[quantize](docs/quantization.md)",
+        "[quantize](quantize.md)",
     ),
     "2:4 in 16 bits, without training": (
         'recipe("2:4", lam=1)',
         Choice("2:4", ONE_SHOT),
-        "[recipes](docs/choosing.md#recipes)",
+        "[recipes](#recipes)",
     ),
     "high sparsity in 16 bits": (
         'recipe(0.8, "recovered")',
         Choice("0.8", RECOVERED),
-        "[recover](docs/recovery.md)",
+        "[recover](recover.md)",
     ),
 }
 
 
 def table() -> str:
-    """The README's table in Markdown, with the last row on models that are smaller and dense."""
+    """The table in Markdown, with the last row on models that are smaller and dense."""
     names = ("goal", "setting", "perplexity", "bits per weight", "speed", "seconds", "guide")
     lines = [f"| {' | '.join(names)} |", "|---|---|---:|---:|---:|---:|---|"]
     for goal, (setting, choice, guide) in TABLE.items():
@@ -100,16 +100,16 @@ def table() -> str:
     seconds = fmean(gather(read("shrink-demo"), "0.75", "shrink, one-shot", 1.0, "seconds"))
     lines.append(
         f"| a smaller dense model, for any runtime | `pruner.shrink(parameters=0.75)` | {fmean(smaller):.1f} | "
-        f"{0.75 * DENSE_BITS:.2f} | | {seconds:.0f} | [shrink](docs/shrink.md) |"
+        f"{0.75 * DENSE_BITS:.2f} | | {seconds:.0f} | [shrink](smaller.md) |"
     )
     return "\n".join(lines)
 
 
 def write(rows: str) -> None:
-    """Replace the README's table."""
+    """Replace the table of the guide."""
     header = rows.partition("\n")[0]
-    before, _, rest = README.read_text(encoding="utf-8").partition(header)
-    README.write_text(before + rows + "\n\n" + rest.partition("\n\n")[2], encoding="utf-8")
+    before, _, rest = GUIDE.read_text(encoding="utf-8").partition(header)
+    GUIDE.write_text(before + rows + "\n\n" + rest.partition("\n\n")[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from λ = 1. Overhead: Trainer steps with and without masks, alternating.
 import copy
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,13 +15,10 @@ from collections.abc import Iterator
 import torch
 from common import RESULTS, parser, write
 from peft import LoraConfig, get_peft_model
-from quality import DEMO, ROOT, mean_error
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
+from quality import DEMO, mean_error
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
-sys.path.insert(0, str(ROOT / "examples"))
-from sparse_finetune import heldout_perplexity, training, windows
-
-from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.integrations.peft import sparse_lora
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.recover.blockwise import Recovery
@@ -32,6 +28,26 @@ PATTERNS = {"0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
 LENGTH = 256
 WAYS = ("fine-tuning", "LoRA", "distillation")
 RATES = {"fine-tuning": 5e-4, "LoRA": 2e-3, "distillation": 5e-4}
+
+
+def windows(tokenizer, text: str, length: int) -> list[dict]:
+    """A text as training samples of `length` tokens, with the tokens as labels."""
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // length * length].view(-1, length)]
+
+
+def training(output: str, steps: int, learning_rate: float) -> TrainingArguments:
+    """Arguments of a short run with four windows per step."""
+    return TrainingArguments(
+        output_dir=output,
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        logging_steps=max(1, steps // 10),
+        save_strategy="no",
+        report_to=[],
+    )
 
 
 class Bench:
@@ -62,7 +78,7 @@ class Bench:
         return pruned[0], pruner.model, report
 
     def perplexity(self, model) -> float:
-        return heldout_perplexity(model.eval(), self.tokenizer, LENGTH)
+        return perplexity(model.eval(), self.tokenizer, str(DEMO / "heldout.txt"), sequence_length=LENGTH).value
 
     def train(self, pruned, way: str, steps: int, seed: int) -> float:
         """Perplexity after training a copy of a pruned model with one of the Trainer's methods."""

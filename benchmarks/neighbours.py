@@ -5,7 +5,7 @@ pruned weights, and keeps their zeros where it changes weights. Install the pack
 
 Usage: python benchmarks/neighbours.py [NAME …]    writes results/neighbours.json; without a NAME, all of them
 
-prints the table of docs/compatibility.md. One file has the results of several environments.
+prints the table of docs/reference.md. One file has the results of several environments.
 """
 
 import json

@@ -7,7 +7,7 @@ which other processes do not lengthen; with more it is wall-clock time.
 For one row and one thread, a dense product written in the same style (dense_kernel.c) is the reference for memory
 bandwidth, because torch's product may be slower.
 
-    python benchmarks/runtime.py                                                      # the table of docs/measured.md
+    python benchmarks/runtime.py                                                      # results/runtime.json
     python benchmarks/runtime.py --rows 1 --kinds 2:4 4:8 8:16 16:32 0.5 --name runtime-patterns
     python benchmarks/runtime.py --rows 1 --threads 1 --dtypes bfloat16 float16 float32 --kinds 0.1 0.2 0.3 0.4 0.5 \
         --sets portable avx2 avx512 vbmi2 --name runtime-sets  # thresholds of packing/bitmask_codec.py

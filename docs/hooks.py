@@ -1,4 +1,4 @@
-"""mkdocs hooks: pages from files of the repository, option tables, formulas as MathML.
+"""mkdocs hooks: pages from files of the repository, tables of options and of bad inputs, formulas as MathML.
 
 The build fails if a page loads anything from another host, so that the site is readable without a network.
 """
@@ -6,6 +6,7 @@ The build fails if a page loads anything from another host, so that the site is 
 import argparse
 import html
 import re
+import runpy
 from pathlib import Path
 
 import latex2mathml.converter
@@ -13,10 +14,12 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLES = ROOT / "tests" / "support" / "bad_inputs_page.py"
 # Files outside docs/ that become pages.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?P<start>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)#:]+)(?P<anchor>#[^)]*)?\)")
 OPTIONS = "<!-- options of every command -->"
+BAD_INPUTS = "<!-- bad inputs -->"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 # A script, image or style sheet of another host; canonical and next-page links load nothing.
 LOADED = re.compile(
@@ -34,9 +37,11 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite links out of docs/, and insert the command-line options."""
+    """Rewrite links out of docs/, and insert the tables of command-line options and of bad inputs."""
     if page.file.src_uri not in PAGES.values():
         markdown = _linked(markdown, ROOT / "docs")
+    if BAD_INPUTS in markdown:
+        markdown = markdown.replace(BAD_INPUTS, runpy.run_path(str(TABLES))["tables"]())
     return markdown.replace(OPTIONS, _options()) if OPTIONS in markdown else markdown
 
 
@@ -76,7 +81,7 @@ def _options() -> str:
     for info in MoonshotCommand.SUBCOMMANDS:
         parser = argparse.ArgumentParser(f"optimum-cli moonshot {info.name}", add_help=False)
         info.subcommand_class.parse_args(parser)
-        lines += [f"## {info.name}", "", info.help, ""]
+        lines += [f"### {info.name}", "", info.help, ""]
         for group in parser._action_groups:
             if group._group_actions:
                 lines += _table(group)

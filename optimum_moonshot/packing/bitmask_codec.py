@@ -27,9 +27,9 @@ _NO_PLAN: Plan = (-1, None)
 
 _TILE = 1 << 20  # bytes of a tile of unpacked rows: at most half the second-level cache of current CPUs
 # Largest packed size, as a fraction of the dense size, at which one row was at least 10% faster, by instruction set and
-# bytes of a weight (benchmarks/results/runtime-sets.json, docs/measured.md). This is a sparsity of 20% in 16 bits, and
-# of 40% to 50% in 32 bits, where the dense product already reaches the memory bandwidth. A few rows more gain less, and
-# many rows lose nothing significant.
+# bytes of a weight (benchmarks/results/runtime-sets.json). This is a sparsity of 20% in 16 bits, and of 40% to 50% in
+# 32 bits, where the dense product already reaches the memory bandwidth. A few rows more gain less, and many rows lose
+# nothing significant.
 _WIDE = {2: 0.87, 4: 0.64}
 _MOST = {"avx2": {2: 0.87, 4: 0.55}, "avx512": _WIDE, "vbmi2": _WIDE, "amx": _WIDE}
 

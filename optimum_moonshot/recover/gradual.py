@@ -7,7 +7,7 @@ come from the recovered blocks and from this block as tuned so far; then the sur
 block's outputs. n:m patterns keep fewer and fewer of every m. Removed weights may return in a later stage.
 
 The reconstruction error is the only objective: the Fisher gradients belong to the dense model, and recovery removes the
-gain of λ < 1 in one shot (docs/measured.md).
+gain of λ < 1 in one shot (docs/recover.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """The model card and its plot, offline: their contents for every kind of run, and private data they must omit."""
 
 import math
-import runpy
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from matplotlib.image import imread
 from models import image_batches, make, token_batches
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert, load_pruned
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert
 from optimum_moonshot.checkpoint.base_card import find_base
 from optimum_moonshot.reports.plots import PLOT_NAME, by_kind, plot_report, split_name
 
@@ -243,12 +242,3 @@ def test_local_paths_are_not_published(tmp_path):
     for path in (tmp_path / "out").iterdir():
         assert b"secret" not in path.read_bytes(), path.name
     assert PruneReport.load(tmp_path / "out").calibration["source"] == "data.txt"
-
-
-@pytest.mark.slow
-def test_the_example_prunes_while_loading(tmp_path, capsys):
-    example = runpy.run_path(str(ROOT / "examples" / "prune_on_load.py"))
-    model = example["main"](str(tmp_path / "out"), num_samples=4)
-    packed = load_pruned(tmp_path / "out-packed")
-    assert all(torch.equal(tensor, packed.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert "bytes in" in capsys.readouterr().out

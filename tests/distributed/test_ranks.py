@@ -264,7 +264,7 @@ def test_a_launcher_that_ends_all_processes_with_the_first_shows_the_error(tmp_p
 
 def test_the_guide_has_the_figures_of_the_benchmark():
     results = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
-    guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "big-models.md").read_text(encoding="utf-8")
     for row in results["rows"]:
         one = next(each for each in results["rows"] if each["run"] == row["run"] and each["processes"] == 1)
         more = row["processor_seconds"] / one["processor_seconds"] - 1

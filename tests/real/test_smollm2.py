@@ -5,9 +5,11 @@ come from a file with 4 to 5 bits per weight, so that 4 bits cost less than on w
 """
 
 import json
+import runpy
 import subprocess
 import sys
 
+import notebooks
 import pytest
 import real_models
 import torch
@@ -131,3 +133,25 @@ def test_it_becomes_smaller(folder, dense_perplexity, tmp_path):
     expected = generated(pruner.model, pruner.tokenizer)
     pruner.save_pretrained(tmp_path / "smaller")
     assert generated_in_a_fresh_process(tmp_path / "smaller") == expected
+
+
+def test_the_notebook(folder, tmp_path, monkeypatch):
+    """Few samples and steps: every cell runs, with the local folder in place of the Hub."""
+    name = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    name.parent.mkdir()
+    name.symlink_to(folder)
+    results = notebooks.run(tmp_path, monkeypatch, 4, 64, 8, 4)
+    assert "Paris" in results["answer"](hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    assert results["dense"].value < results["trained"].value < results["pruned"].value
+    assert results["callback"].masks.sparsity() == 0.5 and verify(tmp_path / "outputs/SmolLM2-2of4-trained")
+
+
+def test_the_demo_shows_the_model_before_and_after(tmp_path, capsys):
+    demo = runpy.run_path(str(DEMO.parent / "demo_real.py"))
+    config = MoonshotConfig(solver="wanda", sparsity=0.3, lam=1, num_samples=4, sequence_length=64)
+    demo["main"](tmp_path, {"pruned": config})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    (dense, answer), (pruned, _) = rows[0:2], rows[2:4]
+    assert dense[0] == "dense" and any("Paris" in word for word in answer)
+    assert pruned[0] == "pruned" and float(pruned[1]) > float(dense[1]) and float(pruned[2]) < float(dense[2])
+    assert verify(tmp_path / "pruned")

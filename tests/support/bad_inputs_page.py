@@ -1,22 +1,10 @@
-"""docs/bad-inputs.md, generated from the tables of the tests of bad inputs.
-
-`python tests/support/bad_inputs_page.py` writes it; a test compares.
-"""
+"""Tables of the tested bad inputs, from the sources of their tests. The site shows them in docs/reliability.md."""
 
 import ast
-import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "bad_inputs"
-PAGE = TESTS.parents[1] / "docs" / "bad-inputs.md"
-START = """\
-# Bad inputs
-
-{count} invalid inputs and their messages. Each raises a one-line `MoonshotError` in Python, which the command line
-prints after `error:`, without a traceback. The model does not change, and nothing is written. Every row is a test in
-`tests/bad_inputs/`; `python tests/support/bad_inputs_page.py` generates this page from their tables, and a test
-compares.
-
+NOTE = """\
 `WEIGHT` is 8×16, `GRAM` 16×16, `GRADIENTS` has 2 samples; `IDS` has two samples of 8 tokens, `keys_of(…)` is a batch
 with these keys; `LONG` is a number of 400 digits. `config()` is Wanda to 2:4 with λ = 1, `HALF` the same with λ = 0.5,
 `OBC` the fields for that solver. `meta` moves a model or a layer to the meta device; `configured` changes a field of
@@ -78,7 +66,7 @@ SECTIONS = [
 ]  # fmt: skip
 
 
-def tables():
+def sources():
     """Table name → its node and source, from all tests of bad inputs."""
     assigned = {}
     for path in sorted(TESTS.glob("test_*.py")):
@@ -117,18 +105,12 @@ def _code(text):
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def page():
-    """The page, as text."""
-    sources, lines, count = tables(), [], 0
-    for title, table, head, cells in SECTIONS:
-        lines += [f"\n## {title}\n", f"| {head} | message |", "|---|---|"]
-        for parts in rows(*sources[table]):
+def tables():
+    """A table in Markdown for each section."""
+    assigned, lines = sources(), [NOTE]
+    for title, name, head, cells in SECTIONS:
+        lines += [f"\n### {title}\n", f"| {head} | message |", "|---|---|"]
+        for parts in rows(*assigned[name]):
             code, words = cells(parts)
             lines.append(f"| {_code(code)} | {_code(words)} |")
-            count += 1
-    return START.format(count=count) + "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    sys.exit()
+    return "\n".join(lines) + "\n"

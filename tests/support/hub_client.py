@@ -148,8 +148,11 @@ def main(folder):
     pruner.to_runtime("dense")
     held = [hf.AutoModelForCausalLM.from_pretrained(repo, dtype="auto") for repo in ("me/held", "me/own")]
     done["same held"] = all(same(pruner.model, loaded) for loaded in held)
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "push_to_hub.py"))
-    done["example"] = example["main"]("me/demo", num_samples=4, token=TOKEN)
+    examples = Path(__file__).parents[2] / "examples"
+    demo, config = examples / "demo_model", MoonshotConfig(pattern="2:4", num_samples=4, sequence_length=256)
+    texts = {"calibration": str(demo / "calibration.txt"), "test": str(demo / "heldout.txt"), "config": config}
+    example = runpy.run_path(str(examples / "prune_and_push.py"))
+    done["example"] = example["main"]("me/demo", demo, **texts, token=TOKEN)
     print(json.dumps(done, default=str))
 
 

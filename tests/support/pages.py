@@ -42,13 +42,11 @@ KINDS = ("python", "bash", "text")
 SMALLER = {
     "num_samples=512": "num_samples=20",
     "num_samples=64": "num_samples=6",
-    "--num-samples 512": "--num-samples 20",
     "lambdas=[0.25, 0.5, 0.75, 0.9, 1]": "lambdas=[0.5, 1]",
     "parameters=0.75": "parameters=0.95",  # the tiny models are mostly embeddings
     "--parameters 0.75": "--parameters 0.95",
     "--seeds 0 1 2": "--seeds 0 --lambdas 0.5 1",
     "max_steps=200": "max_steps=4",
-    '"paper"': '["letters.yaml"]',
     "--tasks paper": "--tasks letters.yaml",
 }
 
@@ -197,8 +195,9 @@ def lay_out(folder: Path) -> None:
     torch.manual_seed(0)
     sizes = dict(vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64))
-    llama.save_pretrained(folder / "meta-llama" / "Llama-3.2-1B")
-    hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder / "meta-llama" / "Llama-3.2-1B")
+    for name in ("meta-llama/Llama-3.2-1B", "HuggingFaceTB/SmolLM2-135M"):
+        llama.save_pretrained(folder / name)
+        hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder / name)
     heads = dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
     mixture = hf.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
     hf.Qwen3MoeForCausalLM(mixture).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
