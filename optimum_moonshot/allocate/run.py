@@ -29,10 +29,9 @@ from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert
 from ..pipeline.inputs import Prepared
-from ..pipeline.loop import run_pipeline, solve_parts
+from ..pipeline.loop import Task, run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.solve import Statistics
-from ..pipeline.task import Task
 from ..pipeline.variant import Variant, share_curves
 from ..progress import progress_bar
 from .block_scores import allocate, block_scores, exact_patterns, input_squares

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
-from ..objective.row_slices import slice_bytes, split_within
+from ..objective.linalg import slice_bytes, split_within
 from .statistic import GradientStatistic, InputStatistic, Merger
 from .storage import Storage
 

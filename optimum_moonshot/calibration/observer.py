@@ -2,18 +2,21 @@
 
 Calls are read piece by piece in the normal form of model/layers.py, without padding tokens. `InputSums` has the
 statistics of the inputs, once for all layers that read the same tensor (q, k and v), and `GradientSums` those of a
-layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
+layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface. `merge_statistics`
+merges the statistics of several processes that share the samples.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import Ranks
 from ..errors import NO_BACKWARD, MoonshotError, Text, error_context, require
 from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
@@ -32,7 +35,8 @@ from .accumulators import (
     TokenCounts,
     WeightedGram,
 )
-from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
+from .statistic import NOT_FINITE, GradientStatistic, InputStatistic, Merger
+from .statistic import Owner as Owner  # for its users
 from .storage import Storage
 
 
@@ -369,3 +373,43 @@ class Observer(AbstractContextManager["Observer"]):
             require(finite, f"{name}: its gradients hold NaN or infinite values", hint=NOT_FINITE)
         tokens, totals = results.pop(TokenCounts, None), results.pop(LayerTotals, None)
         return LayerStatistics(inputs, gradients, self.samples, self.diagonal, totals, results, tokens=tokens)
+
+
+def merge_statistics(observer: Observer, ranks: Ranks, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
+    """Merge the statistics of a pass, each from the samples of one process.
+
+    `owners` says by a layer's name who needs its statistics; all processes need the statistics of other layers. A
+    process that does not need a layer only knows that it was reached.
+
+    Raises:
+        MoonshotError: layers share their statistics in some processes only, or a statistic cannot be merged.
+    """
+    _merge_inputs(observer, ranks)
+    sizes = ranks.all_gather_object(observer.here) if observer.gradients else []
+    for layer in observer.layers:
+        owner, sums = owners.get(layer.name), observer.gradients.get(layer.name)
+        for statistic in sums.statistics.values() if sums is not None else ():
+            statistic.merge(Merger(ranks, owner, sizes))
+        if isinstance(owner, int) and owner != ranks.rank:
+            observer.gradients.pop(layer.name, None)
+
+
+def _merge_inputs(observer: Observer, ranks: Ranks) -> None:
+    """Layers that share a tensor have one statistic in all processes, also where a process has not reached them."""
+    inputs, numbers = observer.inputs, dict[int, int]()
+    shared = {name: numbers.setdefault(id(sums), len(numbers)) for name, sums in inputs.of_layer.items()}
+    processes = ranks.all_gather_object(shared)
+    merged: dict[tuple[int | None, ...], SharedSums] = {}
+    for layer in observer.layers:
+        key = tuple(numbered.get(layer.name) for numbered in processes)
+        if all(number is None for number in key):
+            continue
+        if key not in merged:
+            sums = inputs.sums_of(layer)
+            message = f"{layer.name} reads the same tensor as another layer in some batches only"
+            require(all(sums is not other for other in merged.values()), message)
+            for statistic in sums.statistics.values():
+                for tensor in statistic.sums():
+                    ranks.all_reduce(tensor)
+            merged[key] = sums
+        inputs.of_layer[layer.name] = merged[key]

@@ -2,8 +2,8 @@
 
 The hooks of `Observer` convert every call of a layer to the normal form of model/layer_kinds.py and pass it to the
 statistics in pieces. An `InputStatistic` needs the inputs only, and is shared by the layers that read the same tensor;
-a `GradientStatistic` needs the output gradients too. merging.py merges the results of several processes. To add a
-statistic, write a class, and pass it to the observer:
+a `GradientStatistic` needs the output gradients too. `merge_statistics` (observer.py) merges the results of several
+processes. To add a statistic, write a class, and pass it to the observer:
 
     Observer(layers, …, extra=(InputMean,))
 

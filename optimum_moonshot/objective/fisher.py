@@ -16,8 +16,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from .linalg import all_finite, diagonal_blocks
-from .row_slices import slices_within
+from .linalg import all_finite, diagonal_blocks, slices_within
 
 # Bytes of a slice of rows: values stored on another device are streamed in slices of this size.
 SLICE_BYTES = 256 * 2**20

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..devices import is_gpu
 from ..errors import MoonshotError, Option, Text, require
 from .grid import Grid
-from .row_slices import CPU_BYTES, split_within
+from .linalg import CPU_BYTES, split_within
 
 # Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
 SELECTION_BYTES = 24
@@ -275,6 +275,11 @@ def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
     if len(nm) == len(patterns) and len({pattern.m for pattern in nm}) == 1:
         return _StackedNM(nm[0].n, nm[0].m, nm)
     return None
+
+
+def sparsity_of(weight: Tensor) -> float:
+    """The fraction of zeros in a weight, of any shape; `(weight == 0).sum()` would allocate temporaries."""
+    return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()
 
 
 def nonzeros(weight: Tensor) -> Tensor | None:

@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..calibration.merging import Owner, merge_statistics
+from ..calibration.observer import Owner, merge_statistics
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, Text, one_line
-from ..objective.row_slices import SliceLimit, limited
+from ..objective.linalg import SliceLimit, limited
 
 Value = TypeVar("Value")
 Hooks = TypeVar("Hooks", bound=AbstractContextManager[Any])  # an observer

@@ -18,7 +18,7 @@ from ..model.layers import Block, onloaded_in_turn
 from ..model.offload import RESIDENT
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
 from .backoff import Backoff
-from .block_probe import Extras, probe_blocks
+from .block_sequences import Extras, probe_blocks
 from .calibration_data import check_without_data, one_by_one, read_data, two_samples
 from .run_folder import RunFolder
 from .selection import Selection, Subject, check_weight

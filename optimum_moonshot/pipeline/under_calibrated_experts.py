@@ -16,8 +16,8 @@ from ..errors import MoonshotError
 from ..model.experts import ExpertsLayer
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
-from .spec import StatisticsSpec
-from .stages import Stage
+from .partition import StatisticsSpec
+from .walk import Stage
 
 # An expert is under-calibrated with fewer tokens than one for this many inputs.
 INPUTS_PER_TOKEN = 4

@@ -1,5 +1,7 @@
-"""A walk over sequential blocks: one of them is alive at a time, at a cost per block that the depth does not change.
+"""Stages of a model, where layers are observed on all calibration data, repeatedly, until a stage advances.
 
+`FullModelPipeline` has a single stage that runs the entire model, for layers outside of sequential blocks. A `Walk` has
+one stage for each of some sequential blocks: one of them is alive at a time, and a block costs the same at any depth.
 The arguments of the blocks except their hidden state, such as masks and rotary tables, are captured first, by a pass in
 which the blocks return their input and compute nothing. Then
 
@@ -16,11 +18,11 @@ blocks compute, a forward pass of the whole model captures arguments, inputs and
 The model stays dense until the last visit is done (one-shot), so the order does not change the statistics.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +42,106 @@ from ..model.calls import (
     to_device,
     without_caches,
 )
-from ..model.layers import Block, all_onloaded, onloaded_in_turn
+from ..model.layers import Block, PrunableLayer, all_onloaded, onloaded_in_turn
 from ..model.losses import Loss, loss_gradient, token_mask
-from .block_probe import Extras, passing_on
-from .stages import PassObserver
+from .block_sequences import Extras, passing_on
+
+
+class PassObserver(Protocol):
+    """An observer of a pass over the data: every batch is announced to it."""
+
+    @property
+    def gradients(self) -> Mapping[str, object]:
+        """The statistics of gradients, by layer; empty where no backward pass is needed."""
+
+    def begin(self, first: int, count: int, mask: Tensor | None) -> None:
+        """Announce a batch of `count` samples, the first of which has the number `first`.
+
+        The mask, bool [B, T], is True where a token counts; None where all do.
+        """
+
+    def end(self) -> None:
+        """Add the gradients of the batch."""
+
+
+class PipelineStage(Protocol):
+    """A place in a model that a pipeline visits, and then advances to the next."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        """A context in which the weights of the layers are in the model."""
+
+    def advance(self) -> None:
+        """Give the next stage its inputs, or output gradients, unless a pass has done so; called last."""
+
+
+class Stage(PipelineStage, Protocol):
+    """A place in a model where the layers are observed and solved."""
+
+    @property
+    def layers(self) -> Sequence[PrunableLayer]:
+        """The layers that can be observed here."""
+
+    @property
+    def advanced(self) -> bool:
+        """Whether the caches of some batches belong to the next stage already: no other pass is possible here."""
+
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
+        """Pass all data under the hooks of an entered observer, and optionally advance in the same pass."""
+
+
+@dataclass(eq=False)
+class OpenStage:
+    """A stage without a next one, so that it can be observed at any time."""
+
+    layers: Sequence[PrunableLayer]
+    run: Callable[[PassObserver], None]  # passes all data under an observer's hooks
+    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext
+    advanced: ClassVar[bool] = False
+
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
+        self.run(observer)
+
+    def advance(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class FullModelPipeline:
+    """One stage, which runs the entire model, and its backward pass where gradients are needed."""
+
+    model: nn.Module
+    blocks: Sequence[Block]  # all of the model's
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    layers: Sequence[PrunableLayer] = ()  # of the stage; without any there is none
+    passes: int = 0  # over all data, so far
+
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
+
+    def __iter__(self) -> Iterator[Stage]:
+        if self.layers:
+            yield OpenStage(self.layers, self.run)
+
+    def run(self, observer: PassObserver) -> None:
+        """Pass all data; without a backward pass where the observer needs no gradients."""
+        gradients = self.gradients and bool(observer.gradients)
+        self.passes += 1
+        with all_onloaded(self.blocks) if gradients else onloaded_in_turn(self.blocks):
+            first = 0
+            for index, batch in enumerate(self.batches):
+                batch = to_device(batch, model_device(self.model))
+                count = batch_size(batch)
+                observer.begin(first, count, token_mask(batch))
+                with torch.set_grad_enabled(gradients):
+                    output = run_model(self.model, batch)
+                    if gradients:
+                        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+                        if logits.requires_grad:  # else nothing that is observed has a gradient
+                            torch.autograd.backward(logits, gradient)
+                observer.end()
+                first += count
 
 
 class Stop(Exception):

@@ -38,7 +38,7 @@ from ..objective.removal import Removal
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.stages import Stage
+from ..pipeline.walk import Stage
 from ..solvers.experts import best_subset
 
 # `BlockScores.select` evaluates all sets of blocks if there are at most this many.

@@ -20,13 +20,10 @@ import torch
 from torch import Tensor
 
 from ..devices import is_gpu
-from ..objective.linalg import check_factored, parallel_map
+from ..objective.linalg import check_factored, parallel_map, row_slices, split_range
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import Quadratic
-from ..objective.row_slices import row_slices, split_range
-from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register_solver
-from .hyperparameters import damping_option
+from ..objective.quadratic import ProblemSize, Quadratic
+from .base import PrunedWeight, Solver, damped, damping_option, finish, hyperparameter, register_solver
 from .sparsegpt import SparseGPT
 
 # The penalty grows every third iteration: (least fraction of the support that changed, factor) (ALPS, appendix B).

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ..objective.grid import Grid
+from ..objective.linalg import slices_within, split_range
 from ..objective.patterns import Pattern
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic
-from ..objective.row_slices import slices_within, split_range
+from ..objective.quadratic import DiagonalQuadratic, Objective, ProblemSize, Quadratic
 from .base import PrunedWeight, Solver
 
 SWEEPS = 4  # all of them for every row, so that no result depends on the rows beside it

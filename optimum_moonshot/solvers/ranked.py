@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 
 from ..devices import free_bytes
-from ..objective.linalg import check_factored, escalate, parallel_map
+from ..objective.linalg import check_factored, escalate, parallel_map, row_slices, slice_bytes, slices_within
 from ..objective.patterns import NM, Pattern, Unstructured
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import Quadratic
-from ..objective.row_slices import row_slices, slice_bytes, slices_within
-from .base import PrunedWeight, Solver, finish, register_solver
+from ..objective.quadratic import ProblemSize, Quadratic
+from .base import PrunedWeight, Solver, damping_option, finish, hyperparameter, register_solver
 from .greedy import STEPS, Elimination, removals, take_square
-from .hyperparameters import damping_option, hyperparameter
 
 # Rows that are eliminated together: on a CPU, as many as keep their deferred updates in its cache; on a GPU, as many as
 # fit a fraction of its free memory.

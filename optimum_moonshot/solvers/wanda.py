@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import DiagonalQuadratic
+from ..objective.quadratic import DiagonalQuadratic, ProblemSize
 from .base import PrunedWeight, Solver, finish, register_solver
 
 

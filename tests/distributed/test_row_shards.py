@@ -15,20 +15,21 @@ from torch import nn
 
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.model.layer_kinds import Conv2dLayer, LinearLayer
+from optimum_moonshot.objective.linalg import row_slices
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
-from optimum_moonshot.objective.row_slices import row_slices
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.pipeline.partition import (
+    StatisticsSpec,
     assign,
     divide,
     layer_owners,
     partition,
     rows_of_processes,
     shards_rows,
+    solving_cost,
 )
 from optimum_moonshot.pipeline.solve import total_losses
-from optimum_moonshot.pipeline.spec import StatisticsSpec, solving_cost
 from optimum_moonshot.solvers import make_solver
 
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]

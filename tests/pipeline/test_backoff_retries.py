@@ -15,7 +15,7 @@ from memory_failures import (
 )
 
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.objective import patterns, row_slices
+from optimum_moonshot.objective import linalg, patterns
 from optimum_moonshot.pipeline import backoff
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.recover import tuning
@@ -151,22 +151,22 @@ def test_a_run_whose_caches_are_spilled_has_the_same_masks(monkeypatch, tmp_path
 
 
 def test_slices_respect_their_limit():
-    limit = row_slices.SliceLimit()
-    with row_slices.limited(limit):
-        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
-        assert row_slices.slices_within(slice(2, 4), 8, 1) == row_slices.split_range(2, 4, 1)
+    limit = linalg.SliceLimit()
+    with linalg.limited(limit):
+        assert linalg.slices_within(slice(2, 10), 8, 32) == linalg.split_range(2, 10, 4)
+        assert linalg.slices_within(slice(2, 4), 8, 1) == linalg.split_range(2, 4, 1)
     assert limit.largest == 32
-    limit = row_slices.SliceLimit(20)
-    with row_slices.limited(limit):
-        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 2)
-        assert row_slices.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
+    limit = linalg.SliceLimit(20)
+    with linalg.limited(limit):
+        assert linalg.slices_within(slice(2, 10), 8, 32) == linalg.split_range(2, 10, 2)
+        assert linalg.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
     assert limit.largest == 16
-    assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
+    assert linalg.slices_within(slice(2, 10), 8, 32) == linalg.split_range(2, 10, 4)
 
 
 def test_a_selection_is_not_a_slice_of_a_solver():
-    limit = row_slices.SliceLimit(1)
-    with row_slices.limited(limit):
+    limit = linalg.SliceLimit(1)
+    with linalg.limited(limit):
         keep = patterns.NM(1, 2).keep(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
     assert keep.tolist() == [[False, True, True, False]] and limit.largest == 0
 

@@ -12,8 +12,7 @@ from optimum_moonshot.model import layer_kinds
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_sequences import find_sequence
-from optimum_moonshot.pipeline.stages import FullModelPipeline
-from optimum_moonshot.pipeline.walk import Walk
+from optimum_moonshot.pipeline.walk import FullModelPipeline, Walk
 
 
 def gather(model, batches, gradients=True, diagonal=False, whole=False, captures_all=False):

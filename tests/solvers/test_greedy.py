@@ -11,7 +11,7 @@ from objectives import full, indefinite
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective import row_slices as slices_module
+from optimum_moonshot.objective import linalg as slices_module
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.solvers import greedy, ranked
 from optimum_moonshot.solvers.greedy import Elimination, removals, take_square
