@@ -70,7 +70,7 @@ class Prepared:
         Processes share whole batches: a model's rounding depends on the shape of a batch, in bfloat16 so much that the
         masks would differ from those of one process.
         """
-        samples = self.backoff.samples
+        samples = self.backoff.samples.size
         return self._shard if samples is None else split_batches(self._shard, samples)
 
     @cached_property

@@ -26,7 +26,7 @@ from ..devices import trim_host_memory
 from ..errors import MoonshotError, Text
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
-from .partition import Part, StatisticsSpec, assign, halvings, partition
+from .partition import Part, StatisticsSpec, assign, halved, partition
 from .slices import CollectedExperts, CollectedRows, sharded
 from .solve import Statistics
 from .under_calibrated_experts import UnderCalibratedExperts
@@ -92,7 +92,7 @@ class Task(ABC):
         spec, backoff, layers = self.spec, self.backoff, part.layers
         if not spec.samples:  # the solver needs no data: the diagonal of the identity stands for them
             for layer, owner in zip(layers, part.owners, strict=True):
-                if backoff.solves(owner):
+                if owner == backoff.ranks.rank:
                     ones = torch.ones(layer.shape[1], device=layer.parameter.device)
                     yield layer, LayerStatistics(ones, None, 0, diagonal=True)
             return
@@ -119,7 +119,7 @@ class Task(ABC):
                 yield layer, None
             elif isinstance(owner, tuple):
                 yield layer, sharded(layer, take(layer), owner, backoff)
-            elif backoff.solves(owner):
+            elif owner in (None, backoff.ranks.rank):
                 yield layer, take(layer)
             else:
                 if experts is not None:
@@ -180,8 +180,8 @@ def run_pipeline(
                     with backoff.together():
                         stage.advance()
                 trim_host_memory()  # so freed memory is not counted against the next stage
-        except PassTooLarge as error:
-            backoff.pass_failed(error, where(), batches())
+        except PassTooLarge:
+            backoff.shrink(where(), batches())
         except Restart:
             pass
         backoff.release()
@@ -213,5 +213,10 @@ def solve_parts(task: Task, stage: Stage) -> None:
         if backoff.must_repeat():
             repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
             task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
-            backoff.shrink(part.name, task.batches(), *halvings(part, task.spec), advanced=stage.advanced)
+            kind = backoff.shrink(part.name, task.batches(), halved(part, task.spec))
+            backoff.release()
+            with backoff.together():
+                repeatable = not stage.advanced and (kind != "samples" or stage.recut(task.batches()))
+            if not all(backoff.ranks.all_gather_object(repeatable and kind != "caches")):
+                raise Restart
             parts = task.partition(stage)

@@ -182,7 +182,9 @@ class ModelPipeline:
                 if self.results.lacks(layer):
                     self.results.skip(layer)
             for sequence in sequences.sequential:
-                yield from self._captured(walk_over(prepared, sequence, prepared.batches, gradients))
+                for stage in self._captured(walk_over(prepared, sequence, prepared.batches, gradients)):
+                    yield stage
+                    prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
             if others or structure.outside:
                 full = self._full_model(others + structure.outside)
@@ -209,7 +211,9 @@ class ModelPipeline:
         pipeline = RecomputePipeline(
             prepared.model, structure, prepared.batches, loss, prepared.storage, weight, gradients, extras
         )
-        yield from pipeline
+        for stage in pipeline:
+            yield stage
+            prepared.backoff.grow(stage.recut, lambda: prepared.batches)
         self.notes.append(pipeline.cost)
 
     def _full_model(self, layers: Sequence[PrunableLayer]) -> FullModelPipeline:

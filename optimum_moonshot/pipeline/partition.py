@@ -214,18 +214,21 @@ def partition(
     return parts
 
 
-def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """The bytes that a part collects at once, and half of them, for its layers and for the slices of a single layer."""
+def halved(part: Part, spec: StatisticsSpec) -> tuple[int, int] | None:
+    """The bytes that one pass collects for a part, and those for half as many layers, rows or experts.
+
+    None if these are one already.
+    """
     if not part.sizes:  # without data
-        return None, None
+        return None
     if len(part.layers) > 1:
         total = sum(part.sizes)
-        return (total, max(total // 2, *part.sizes)), None
+        return total, max(total // 2, *part.sizes)
     slicing = spec.slicing(part.layers[0], part.sizes[0])
     width = max((each.stop - each.start for each in part.slices), default=slicing.pieces)
     if width == 1:
-        return None, None
-    return None, (slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each)
+        return None
+    return slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each
 
 
 def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int, most: int) -> int:

@@ -262,7 +262,7 @@ class ShardedRows(SlicedRows):
 
     def _piece(self, work: Callable[[], Value]) -> Value:
         """Work between two collectives, repeated with smaller slices of rows where the memory does not suffice."""
-        return self.backoff.between_collectives(self.layer.name, work)
+        return self.backoff.with_smaller_slices(self.layer.name, work)
 
     def _raise_failures(self) -> None:
         """Raise the failure of another process, each of which says whether it has one."""

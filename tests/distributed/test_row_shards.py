@@ -238,10 +238,10 @@ def test_a_retry_halves_the_slices():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "result"
 
-    assert backoff.between_collectives("layer", work) == "result" and seen == [1, 2, 4]
+    assert backoff.with_smaller_slices("layer", work) == "result" and seen == [1, 2, 4]
     seen.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        backoff.between_collectives("layer", lambda: seen.append(1) or crowded())
+        backoff.with_smaller_slices("layer", lambda: seen.append(1) or crowded())
     assert len(seen) == 2  # without slices there is one retry
 
 
