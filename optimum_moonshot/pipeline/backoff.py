@@ -150,6 +150,10 @@ class Backoff:
         single.ranks = SINGLE_PROCESS
         return single
 
+    def everywhere(self, condition: bool) -> bool:
+        """Whether a condition holds in all processes."""
+        return all(self.ranks.all_gather_object(condition))
+
     def release(self) -> None:
         """Free the memory that failed work has left."""
         release_unused(self.device)
@@ -203,10 +207,10 @@ class Backoff:
             self.shrink(where, batches(), ranks=SINGLE_PROCESS)
             self.release()
 
-    def with_more_memory(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
+    def with_more_memory(self, where: str, work: Callable[[], Value], spill: Callable[[], int]) -> Value:
         """Work of this process alone, which changes nothing where it fails, and starts over with more free memory.
 
-        `offload` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
+        `spill` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
 
         Raises:
             torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
@@ -216,7 +220,7 @@ class Backoff:
             if message is None:
                 return value  # type: ignore[return-value]
             self.release()
-            if moved := offload():
+            if moved := spill():
                 self.moved.halve(where, moved, 0)
             elif not self._once_more(where):
                 raise torch.OutOfMemoryError(message)

@@ -1,4 +1,4 @@
-"""The sequential blocks of a model: each reads the output of the one before, so that they can be run one by one.
+"""The sequential blocks of a model: the input of each is the output of the previous one, so that they can run alone.
 
 There are two probes, because a graph cannot span blocks that are onloaded one at a time:
 
@@ -50,71 +50,74 @@ def probe_blocks(
     batch: Batch,
     gradients: bool,
     loss: Loss | None,
-    look: Callable[[Block], None] = lambda block: None,
+    visit: Callable[[Block], None] = lambda block: None,
 ) -> tuple[Extras, list[str], dict[str, str]]:
     """Check that all blocks of a model in evaluation mode are sequential, by a batch of one or two small samples.
 
-    Each block is onloaded once, and `look` called with it. Returns the blocks' extras; of two samples, as
-    `unshown_samples`; and `function_values`.
+    Each block is onloaded once, and `visit` called with it. Returns the blocks' extras; the layers whose inputs do not
+    show which of two samples they belong to, as `unshown_samples`; and the `function_values` of the model.
 
     Raises:
         MoonshotError: passes block by block would differ from the model, with the reason.
     """
-    looking = _Look(blocks, batch, gradients, look)
-    if looking.samples > 1:
+    hooks = _ProbeHooks(blocks, batch, gradients, visit)
+    if hooks.samples > 1:
         second = without_weights(model, blocks, take(batch, 1, 2))
-        looking.second = None if second is None else second.arguments
+        hooks.second = None if second is None else second.arguments
     with ExitStack() as stack:
         for i, block in enumerate(blocks):
-            stack.callback(block.module.register_forward_pre_hook(partial(looking.enter, i), with_kwargs=True).remove)
-            stack.callback(block.module.register_forward_hook(partial(looking.leave, i), with_kwargs=True).remove)
+            stack.callback(block.module.register_forward_pre_hook(partial(hooks.before, i), with_kwargs=True).remove)
+            stack.callback(block.module.register_forward_hook(partial(hooks.after, i), with_kwargs=True).remove)
         stack.enter_context(onloaded_in_turn(blocks))
         stack.enter_context(torch.set_grad_enabled(gradients))
         try:
             output = run_model(model, batch)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise MoonshotError(f"blocks without a hidden state among their arguments ({error})", hint=_HINT) from None
-    missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
+    missing = [block.name for i, block in enumerate(blocks) if i not in hooks.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them", hint=_HINT)
-    extras = list(looking.extras.values())  # in the blocks' order
-    check_around(model, blocks, batch, gradients, loss, extras, list(looking.calls.values()))
+    extras = list(hooks.extras.values())  # in the blocks' order
+    check_around(model, blocks, batch, gradients, loss, extras, list(hooks.calls.values()))
     function = function_values(model, output, batch, loss if gradients else None)
-    return extras, looking.unshown, function
+    return extras, hooks.unshown, function
 
 
-class _Look:
-    """Hooks of the first pass."""
+class _ProbeHooks:
+    """The hooks of `probe_blocks`, before and after the call of every block."""
 
-    def __init__(self, blocks: tuple[Block, ...], batch: Batch, gradients: bool, look: Callable[[Block], None]):
-        self.blocks, self.gradients, self.look = blocks, gradients, look
+    def __init__(self, blocks: tuple[Block, ...], batch: Batch, gradients: bool, visit: Callable[[Block], None]):
+        self.blocks, self.gradients, self.visit = blocks, gradients, visit
         self.mask, self.samples = token_mask(batch), batch_size(batch)
         self.unshown: list[str] = []
         self.second: list[Arguments] | None = None  # every block's arguments for the second of two samples
         self.calls: dict[int, BlockCall] = {}
         self.extras: dict[int, int | None] = {}
-        self.latest: Tensor | None = None  # output of the block before
-        self.alone = False  # a block is run again
+        self.latest: Tensor | None = None  # output of the previous block
+        self.alone = False  # whether a block is run again
 
-    def enter(self, i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.alone:
             return None
         name = self.blocks[i].name
         hidden, rest, named = split_hidden(args, kwargs)
-        require(i == len(self.calls), f"{name}: it is not called in its turn, once", hint=_HINT)
-        require(i == 0 or hidden is self.latest, f"{name}: it does not read what the block before gives", hint=_HINT)
+        require(i == len(self.calls), f"{name}: it is not called once, in the order of the blocks", hint=_HINT)
+        require(
+            i == 0 or hidden is self.latest, f"{name}: its input is not the output of the previous block", hint=_HINT
+        )
         hidden = hidden.detach().requires_grad_(self.gradients)
         tensors = [each for each in tree_flatten((rest, named))[0] if isinstance(each, Tensor)]
-        require(not any(each.requires_grad for each in tensors), f"{name}: it reads more of other blocks", hint=_HINT)
+        alone = not any(each.requires_grad for each in tensors)
+        require(alone, f"{name}: it depends on more of other blocks than their hidden state", hint=_HINT)
         self.calls[i] = BlockCall(rest, without_caches(named), hidden)
         return join_hidden(hidden, BlockCall(rest, named, hidden))
 
-    def leave(self, i: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(self, i: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.alone:
             return
         self.latest = first_tensor(output)
         self.extras[i] = None if isinstance(output, Tensor) else len(output) - 1
         name, call = self.blocks[i].name, self.calls[i]
-        self.look(self.blocks[i])
+        self.visit(self.blocks[i])
         self.alone = True
         try:
             with torch.no_grad():
@@ -123,7 +126,7 @@ class _Look:
             self.alone = False
         call.hidden = call.hidden.detach()
         alike = again.shape == call.hidden.shape == self.latest.shape and close(again, self.latest.detach())
-        require(alike, f"{name}: run alone it gives something else than in the model", hint=_HINT)
+        require(alike, f"{name}: run alone, its output differs from that in the model", hint=_HINT)
 
     def _again(self, i: int, module: nn.Module, call: BlockCall) -> Tensor:
         """The output of a block that runs again; of two samples, its layers are compared with the second alone."""

@@ -108,23 +108,23 @@ class Task(ABC):
         if experts is not None:
             experts.observe(stage, layers, observer)
         trim_host_memory()
-
-        def take(layer: PrunableLayer) -> LayerStatistics:
-            statistics = observer.take(layer)
-            return statistics if experts is None else experts.complete(layer, statistics)
-
         for layer in sorted(layers, key=lambda layer: layer.separate or isinstance(owners[layer.name], int)):
             owner = owners[layer.name]
             if not observer.reached(layer):
                 yield layer, None
-            elif isinstance(owner, tuple):
-                yield layer, sharded(layer, take(layer), owner, backoff)
-            elif owner in (None, backoff.ranks.rank):
-                yield layer, take(layer)
-            else:
+                continue
+            if isinstance(owner, int) and owner != backoff.ranks.rank:
                 if experts is not None:
                     experts.note(layer)
                 observer.forget(layer)
+                continue
+            statistics: Statistics = observer.take(layer)
+            if experts is not None:
+                statistics = experts.complete(layer, statistics)
+            if isinstance(owner, tuple):
+                statistics = sharded(layer, statistics, owner, backoff)
+            yield layer, statistics
+            del statistics  # before the next ones are taken
 
     def _in_slices(self, stage: Stage, part: Part) -> Statistics:
         """The statistics of a layer by one pass for each slice; every process collects all of them."""
@@ -217,6 +217,6 @@ def solve_parts(task: Task, stage: Stage) -> None:
             backoff.release()
             with backoff.together():
                 repeatable = not stage.advanced and (kind != "samples" or stage.recut(task.batches()))
-            if not all(backoff.ranks.all_gather_object(repeatable and kind != "caches")):
+            if not backoff.everywhere(repeatable and kind != "caches"):
                 raise Restart
             parts = task.partition(stage)

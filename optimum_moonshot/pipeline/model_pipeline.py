@@ -182,7 +182,13 @@ class ModelPipeline:
                 if self.results.lacks(layer):
                     self.results.skip(layer)
             for sequence in sequences.sequential:
-                for stage in self._captured(walk_over(prepared, sequence, prepared.batches, gradients)):
+                walk = walk_over(prepared, sequence, prepared.batches, gradients)
+                total, shown = len(walk.batches), prepared.subject.progress
+                with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
+                    walk.progress = bar.update
+                    walk.capture()
+                self.losses = self.losses or walk.losses
+                for stage in walk.stages():
                     yield stage
                     prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
@@ -220,15 +226,6 @@ class ModelPipeline:
         prepared, selection = self.prepared, self.prepared.selection
         blocks, loss = selection.structure.blocks, prepared.subject.loss
         return FullModelPipeline(prepared.model, blocks, prepared.batches, selection.needs_gradients, loss, layers)
-
-    def _captured(self, walk: Walk) -> list[BlockStage]:
-        """The stages of a walk; a bar shows the passes before the first one."""
-        total, shown = len(walk.batches), self.prepared.subject.progress
-        with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
-            walk.progress = bar.update
-            walk.capture()
-        self.losses = self.losses or walk.losses
-        return walk.stages()
 
     def reason(self, layer: PrunableLayer) -> str:
         """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""

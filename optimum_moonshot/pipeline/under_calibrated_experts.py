@@ -73,7 +73,7 @@ class UnderCalibratedExperts:
                 stage.observe(observer)
             except MoonshotError:
                 computable = False
-        if not self.backoff.ranks.all_reduce_min(computable):
+        if not self.backoff.everywhere(computable):
             return set()  # these experts are pruned by magnitude
         reached = {key: expert for key, expert in experts.items() if observer.reached(expert)}
         for expert in reached.values():

@@ -71,8 +71,23 @@ class Variant:
         field: str,
         spilling: bool = False,
     ) -> "Variant":
-        """A variant with the store of `open_store`; its selection has another λ, pattern or sparsity at most."""
-        store = open_store(prepared, selection, folder, field, spilling)
+        """A variant whose selection differs from that of the prepared run by λ, pattern or sparsity at most.
+
+        Its store is in `folder`, named by `field` in messages; without one in memory, or in a temporary file where
+        `spilling` or blocks are on disk. Of several processes, the first one's is in the folder. The same settings,
+        model and data have their results there again.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        ranks = prepared.subject.ranks
+        folder = ranks.broadcast_object(folder)
+        parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
+        spilling = spilling or is_on_disk(selection.structure.blocks)
+        own_folder = folder if ranks.is_main else None
+        store = ResultStore(own_folder, parts, field, spilling, spill_to=selection.config.offload_dir)
+        if folder is not None and ranks.size > 1:
+            store.share(ranks.broadcast_object)
         return cls(prepared.model, selection, store, prepared.notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
@@ -109,11 +124,6 @@ class Variant:
             parameters = [NamedParameter.of(self.model, name) for name in inside]
             pruned = [layer for layer in layers if layer.name not in self.skipped]
             yield RESIDENT if block is None else block.weights, [*pruned, *parameters]
-
-    def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's result, a weight [d_out, d_in] on any device, and add up the time that it took."""
-        self.solving += report.seconds
-        self.store.put(report, weight)
 
     def commit(self, keep: bool = False) -> None:
         """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
@@ -231,31 +241,6 @@ def run_parts(prepared: Prepared, selection: Selection) -> Parts:
     if not selection.needs_losses:  # a sweep that does computes them for all its variants
         function = {name: value for name, value in function.items() if name != LOSSES}
     return {"the configuration": selection.settings, "the data": data, **model, "the model's function": function}
-
-
-def open_store(
-    prepared: Prepared,
-    selection: Selection,
-    folder: str | os.PathLike[str] | None,
-    field: str,
-    spilling: bool = False,
-) -> ResultStore:
-    """A store in `folder`; without one in memory, or in a temporary file where `spilling` or blocks are on disk.
-
-    Of several processes, the first one's is in the folder. The same settings, model and data have their results there
-    again. `field` is the folder's argument, for messages.
-
-    Raises:
-        MoonshotError: the folder holds other files, or cannot be written.
-    """
-    ranks, structure = prepared.subject.ranks, selection.structure
-    folder = ranks.broadcast_object(folder)
-    parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
-    spilling, spill_to = spilling or is_on_disk(structure.blocks), selection.config.offload_dir
-    store = ResultStore(folder if ranks.is_main else None, parts, field, spilling, spill_to)
-    if folder is not None and ranks.size > 1:
-        store.share(ranks.broadcast_object)
-    return store
 
 
 def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Sequence[PrunableLayer]) -> int:

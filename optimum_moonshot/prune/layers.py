@@ -40,7 +40,9 @@ def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence
         solved = solve(solver, layer, statistics, lam, list(by_pattern))
         for sharing, (report, weight) in zip(by_pattern.values(), solved, strict=True):
             for variant in sharing:
-                variant.put(dataclasses.replace(report, seconds=report.seconds / len(sharing)), weight)
+                seconds = report.seconds / len(sharing)
+                variant.solving += seconds
+                variant.store.put(dataclasses.replace(report, seconds=seconds), weight)
 
 
 @torch.no_grad()
