@@ -118,12 +118,10 @@ class Task(ABC):
                     experts.note(layer)
                 observer.forget(layer)
                 continue
-            statistics: Statistics = observer.take(layer)
+            statistics = observer.take(layer)
             if experts is not None:
                 statistics = experts.complete(layer, statistics)
-            if isinstance(owner, tuple):
-                statistics = sharded(layer, statistics, owner, backoff)
-            yield layer, statistics
+            yield layer, sharded(layer, statistics, owner, backoff) if isinstance(owner, tuple) else statistics
             del statistics  # before the next ones are taken
 
     def _in_slices(self, stage: Stage, part: Part) -> Statistics:

@@ -177,7 +177,7 @@ def check_dense(model: nn.Module, change: str, verb: str, field: str | None = No
         field: that demands it.
 
     Raises:
-        MoonshotError: the change would fill the zeros of a pruned model, and move the weights of a quantized one off its grid.
+        MoonshotError: the change would fill the zeros of a pruned model, or move quantized weights off their grids.
     """
     record = PruningRecord.of(model)
     if record is None:
