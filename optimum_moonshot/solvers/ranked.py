@@ -15,7 +15,7 @@ damping is ``μ_k = p · mean(diag F_k)``.
 
 `Elimination` is exact greedy OBS (Hassibi & Stork 1992) in matrix products, many rows at a time. A removal selects the
 weight with the smallest loss ``½ w_p²/[F⁻¹]_pp``, updates ``w -= w_p/[F⁻¹]_pp · [F⁻¹]_:p`` and eliminates p from F⁻¹.
-The textbook does this by a rank-1 update of the whole matrix at every step, which is bound by memory bandwidth. Here the
+The textbook does this by a rank-1 update of the whole matrix at every step, bound by memory bandwidth. Here the
 updates are deferred as rows v = column/√pivot and applied to F⁻¹ in one matrix product every `STEPS` steps; only the
 diagonal is updated at every step. A step needs a single column, ``F⁻¹_:p - Σ v v_p``. Inputs that cannot be removed any
 more are dropped from the matrix once they are a quarter of it. Only the order of the removals and their losses are
