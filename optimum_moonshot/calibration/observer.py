@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import Ranks
+from ..distributed.sharing import Merger, Owner
 from ..errors import NO_BACKWARD, MoonshotError, Text, error_context, require
 from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
@@ -35,8 +35,7 @@ from .accumulators import (
     TokenCounts,
     WeightedGram,
 )
-from .statistic import NOT_FINITE, GradientStatistic, InputStatistic, Merger
-from .statistic import Owner as Owner  # for its users
+from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
 
 
@@ -375,30 +374,30 @@ class Observer(AbstractContextManager["Observer"]):
         return LayerStatistics(inputs, gradients, self.samples, self.diagonal, totals, results, tokens=tokens)
 
 
-def merge_statistics(observer: Observer, ranks: Ranks, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
+def merge_statistics(observer: Observer, merger: Merger, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
     """Merge the statistics of a pass, each from the samples of one process.
 
-    `owners` says by a layer's name who needs its statistics; all processes need the statistics of other layers. A
+    `owners` has who needs a layer's statistics, by the layer's name; all processes need those of other layers. A
     process that does not need a layer only knows that it was reached.
 
     Raises:
         MoonshotError: layers share their statistics in some processes only, or a statistic cannot be merged.
     """
-    _merge_inputs(observer, ranks)
-    sizes = ranks.all_gather_object(observer.here) if observer.gradients else []
+    _merge_inputs(observer, merger)
+    sizes = merger.values(observer.here) if observer.gradients else []
     for layer in observer.layers:
-        owner, sums = owners.get(layer.name), observer.gradients.get(layer.name)
+        of_layer, sums = merger.of_layer(owners.get(layer.name), sizes), observer.gradients.get(layer.name)
         for statistic in sums.statistics.values() if sums is not None else ():
-            statistic.merge(Merger(ranks, owner, sizes))
-        if isinstance(owner, int) and owner != ranks.rank:
+            statistic.merge(of_layer)
+        if of_layer.is_elsewhere:
             observer.gradients.pop(layer.name, None)
 
 
-def _merge_inputs(observer: Observer, ranks: Ranks) -> None:
+def _merge_inputs(observer: Observer, merger: Merger) -> None:
     """Layers that share a tensor have one statistic in all processes, also where a process has not reached them."""
     inputs, numbers = observer.inputs, dict[int, int]()
     shared = {name: numbers.setdefault(id(sums), len(numbers)) for name, sums in inputs.of_layer.items()}
-    processes = ranks.all_gather_object(shared)
+    processes = merger.values(shared)
     merged: dict[tuple[int | None, ...], SharedSums] = {}
     for layer in observer.layers:
         key = tuple(numbered.get(layer.name) for numbered in processes)
@@ -410,6 +409,6 @@ def _merge_inputs(observer: Observer, ranks: Ranks) -> None:
             require(all(sums is not other for other in merged.values()), message)
             for statistic in sums.statistics.values():
                 for tensor in statistic.sums():
-                    ranks.all_reduce(tensor)
+                    merger.summed(tensor)
             merged[key] = sums
         inputs.of_layer[layer.name] = merged[key]

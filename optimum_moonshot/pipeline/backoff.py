@@ -39,6 +39,7 @@ from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
+from ..distributed.sharing import Merger, Owner
 from ..errors import MoonshotError, Text, one_line
 from ..objective.linalg import SliceLimit, limited
 
@@ -150,9 +151,13 @@ class Backoff:
         single.ranks = SINGLE_PROCESS
         return single
 
-    def everywhere(self, condition: bool) -> bool:
-        """Whether a condition holds in all processes."""
-        return all(self.ranks.all_gather_object(condition))
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all processes; small, and picklable."""
+        return self.ranks.all_gather_object(value)
+
+    def solves(self, owner: Owner) -> bool:
+        """Whether this process takes part in solving a layer."""
+        return not isinstance(owner, int) or owner == self.ranks.rank
 
     def release(self) -> None:
         """Free the memory that failed work has left."""
@@ -181,12 +186,12 @@ class Backoff:
             raise PassTooLarge(failures[0])
 
     @contextmanager
-    def passing(self, observer: Hooks, merge: Callable[[Any, Ranks], None] = merge_statistics) -> Iterator[Hooks]:
+    def passing(self, observer: Hooks, merge: Callable[[Any, Merger], None] = merge_statistics) -> Iterator[Hooks]:
         """Like `together`, under an observer's hooks; `merge` then adds the statistics of all processes."""
         with self.together(), observer:
             yield observer
         if self.ranks.size > 1:
-            merge(observer, self.ranks)
+            merge(observer, Merger(self.ranks))
 
     def with_smaller_batches(
         self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]

@@ -23,10 +23,11 @@ from ..calibration.accumulators import GradientPlan
 from ..calibration.observer import LayerStatistics, Observer, merge_statistics
 from ..data.batches import Batch, sample_count
 from ..devices import trim_host_memory
+from ..distributed.sharing import assign
 from ..errors import MoonshotError, Text
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
-from .partition import Part, StatisticsSpec, assign, halved, partition
+from .partition import Part, StatisticsSpec, halved, partition
 from .slices import CollectedExperts, CollectedRows, sharded
 from .solve import Statistics
 from .under_calibrated_experts import UnderCalibratedExperts
@@ -59,18 +60,19 @@ class Task(ABC):
         """Skip a layer that no data reached."""
 
     def exchange(self, solved: Sequence[PrunableLayer]) -> None:  # noqa: B027 optional
-        """After a part, where there are several processes: give all of them the results of the others."""
+        """After a part, give all processes the results of the others."""
 
     def partition(self, stage: Stage) -> list[Part]:
         """The parts of a stage: its layers that have no result yet, divided by the memory of all processes."""
         layers, backoff = [layer for layer in stage.layers if self.lacks(layer)], self.backoff
         if not layers:
             return []
-        if not self.spec.samples:
-            return [Part(tuple(layers), tuple(assign([self.spec.cost(layer) for layer in layers], backoff.ranks.size)))]
         here = backoff.storage.available(), sample_count(self.batches())
-        available, samples = zip(*backoff.ranks.all_gather_object(here), strict=True)
-        return partition(layers, self.spec, min(available), backoff.ranks.size, max(samples))
+        available, samples = zip(*backoff.gather(here), strict=True)
+        processes = len(available)
+        if not self.spec.samples:  # no statistics
+            return [Part(tuple(layers), tuple(assign([self.spec.cost(layer) for layer in layers], processes)))]
+        return partition(layers, self.spec, min(available), processes, max(samples))
 
     def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, Any]]:
         """Seam 1: one pass over the data, then the statistics of every layer that this process solves, freed in turn.
@@ -92,7 +94,7 @@ class Task(ABC):
         spec, backoff, layers = self.spec, self.backoff, part.layers
         if not spec.samples:  # the solver needs no data: the diagonal of the identity stands for them
             for layer, owner in zip(layers, part.owners, strict=True):
-                if owner == backoff.ranks.rank:
+                if backoff.solves(owner):
                     ones = torch.ones(layer.shape[1], device=layer.parameter.device)
                     yield layer, LayerStatistics(ones, None, 0, diagonal=True)
             return
@@ -113,7 +115,7 @@ class Task(ABC):
             if not observer.reached(layer):
                 yield layer, None
                 continue
-            if isinstance(owner, int) and owner != backoff.ranks.rank:
+            if not backoff.solves(owner):
                 if experts is not None:
                     experts.note(layer)
                 observer.forget(layer)
@@ -206,8 +208,7 @@ def solve_parts(task: Task, stage: Stage) -> None:
                 del statistics  # before the next one is taken
         except Exception as error:
             backoff.part_failed(error)
-        if backoff.ranks.size > 1:
-            task.exchange(solved)
+        task.exchange(solved)
         if backoff.must_repeat():
             repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
             task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
@@ -215,6 +216,6 @@ def solve_parts(task: Task, stage: Stage) -> None:
             backoff.release()
             with backoff.together():
                 repeatable = not stage.advanced and (kind != "samples" or stage.recut(task.batches()))
-            if not backoff.everywhere(repeatable and kind != "caches"):
+            if not all(backoff.gather(repeatable and kind != "caches")):
                 raise Restart
             parts = task.partition(stage)

@@ -12,8 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..calibration.accumulators import GradientPlan, numbers_per_row
-from ..calibration.observer import Owner
-from ..distributed.ranks import shards
+from ..distributed.sharing import Owner, divide, rows_of_processes
 from ..model.layers import PrunableLayer
 from ..objective.linalg import split_range
 from ..objective.patterns import NM, Pattern, Unstructured
@@ -167,10 +166,6 @@ def solving_cost(
     return float(matrices * operations * len({solver.family(pattern) for pattern in patterns}))
 
 
-# Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
-UNEVEN = 1.1
-
-
 @dataclass(frozen=True)
 class Part:
     """Layers that are collected and solved together."""
@@ -263,7 +258,10 @@ def layer_owners(
     divided = divide([cost(layer) for layer in whole], sharded, processes)
     owners = {layer.name: owner for layer, owner in zip(whole, divided, strict=True)}
     return tuple(
-        rows_of_processes(layer, processes) if (owner := owners.get(layer.name)) is None else owner for layer in layers
+        rows_of_processes(layer.shape[0], layer.groups if layer.separate else layer.shape[0], processes)
+        if (owner := owners.get(layer.name)) is None
+        else owner
+        for layer in layers
     )
 
 
@@ -274,40 +272,3 @@ def _has_experts(layer: PrunableLayer) -> bool:
 def shards_rows(layer: PrunableLayer, spec: StatisticsSpec, processes: int) -> bool:
     """Whether several processes can solve a matrix together, some of its rows each."""
     return layer.shape[0] >= processes > 1 and spec.shards_rows(layer)
-
-
-def rows_of_processes(layer: PrunableLayer, processes: int) -> tuple[slice, ...]:
-    """The rows of each process, by rank: whole experts where there are several."""
-    groups = layer.groups if layer.separate else layer.shape[0]
-    size = layer.shape[0] // groups
-    return tuple(slice(shard.start * size, shard.stop * size) for shard in shards(groups, processes))
-
-
-def assign(costs: Sequence[float], processes: int) -> list[int]:
-    """The process that does each task: the most expensive task first, to the process with the least load."""
-    load, owners = [0.0] * processes, [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        owners[index] = min(range(processes), key=lambda process: load[process])
-        load[owners[index]] += costs[index]
-    return owners
-
-
-def divide(costs: Sequence[float], parts: Sequence[float | None], processes: int) -> list[int | None]:
-    """Like `assign`, but all processes (None) share the most expensive tasks, no more of them than balance requires.
-
-    `parts` has the cost for each process where all share a task; None where they cannot.
-    """
-    shareable = [index for index, part in enumerate(parts) if part is not None]
-    shareable.sort(key=lambda index: -costs[index])
-    candidates: list[tuple[float, list[int | None]]] = []
-    for count in range(len(shareable) + 1):
-        shared = shareable[:count]
-        whole = [index for index in range(len(costs)) if index not in shared]
-        owners: list[int | None] = [None] * len(costs)
-        load = [0.0] * processes
-        for index, owner in zip(whole, assign([costs[index] for index in whole], processes), strict=True):
-            owners[index] = owner
-            load[owner] += costs[index]
-        candidates.append((max(load) + sum(parts[index] or 0.0 for index in shared), owners))
-    least = min(load for load, _ in candidates)
-    return next(owners for load, owners in candidates if load <= UNEVEN * least)

@@ -73,7 +73,7 @@ class UnderCalibratedExperts:
                 stage.observe(observer)
             except MoonshotError:
                 computable = False
-        if not self.backoff.everywhere(computable):
+        if not all(self.backoff.gather(computable)):
             return set()  # these experts are pruned by magnitude
         reached = {key: expert for key, expert in experts.items() if observer.reached(expert)}
         for expert in reached.values():

@@ -249,6 +249,8 @@ def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Seque
     Of a layer that several processes have solved, all keep the first one's result: all end with the same bits.
     """
     ranks = prepared.subject.ranks
+    if ranks.size == 1:
+        return 0
     reports = [
         (index, variant.store.reports[layer.name])
         for layer in solved
@@ -279,6 +281,8 @@ def _broadcast(prepared: Prepared, store: ResultStore, each: Written, rank: int)
 
 def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list[tuple[int, str, LossCurve]]) -> None:
     """Exchange loss curves: `measured` are those of this process, by the variant's index and the layer's name."""
+    if prepared.subject.ranks.size == 1:
+        return
     for curves in reversed(prepared.subject.ranks.all_gather_object(measured)):  # the first process takes precedence
         for index, name, curve in curves:
             variants[index].store.put_curve(name, curve)
