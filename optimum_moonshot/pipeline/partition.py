@@ -256,13 +256,15 @@ def layer_owners(
     whole = [layer for layer in layers if not _has_experts(layer)]
     sharded = [spec.cost(layer, processes) if shards_rows(layer, spec, processes) else None for layer in whole]
     divided = divide([cost(layer) for layer in whole], sharded, processes)
-    owners = {layer.name: owner for layer, owner in zip(whole, divided, strict=True)}
-    return tuple(
-        rows_of_processes(layer.shape[0], layer.groups if layer.separate else layer.shape[0], processes)
-        if (owner := owners.get(layer.name)) is None
-        else owner
-        for layer in layers
-    )
+    solvers = {layer.name: owner for layer, owner in zip(whole, divided, strict=True) if owner is not None}
+
+    def owner(layer: PrunableLayer) -> Owner:
+        if layer.name in solvers:
+            return solvers[layer.name]
+        rows = layer.shape[0]
+        return rows_of_processes(rows, layer.groups if layer.separate else rows, processes)
+
+    return tuple(map(owner, layers))
 
 
 def _has_experts(layer: PrunableLayer) -> bool:
