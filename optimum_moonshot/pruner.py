@@ -446,7 +446,7 @@ class MoonshotPruner:
             bytes: as `parameters`, of the weights, or text such as "2GB".
             latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
             batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
-            hidden_multiple: of which a smaller hidden size is a multiple, such as the block of a quantized format.
+            hidden_multiple: a divisor of a smaller hidden size, such as the block of a quantized format.
             loss: as for `prune`.
             forward: as for `prune`.
             progress: as for `prune`.

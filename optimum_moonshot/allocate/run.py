@@ -146,7 +146,7 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
         matrices |= zip(names[name] or [name], curve.experts or [curve], strict=True)
     sparsities = divide_sparsity(matrices, pattern.sparsity)
     sizes = {name: curve.size for name, curve in matrices.items()}
-    # Weights that every mask removes: zeros, and those at inputs that are always 0.
+    # Weights that every mask removes: zeros, and all weights of inputs that are always 0.
     dead = {name: round(curve.dead * curve.size) for name, curve in matrices.items()}
     exact = exact_patterns(sizes, sparsities, pattern.sparsity, dead)
     patterns: dict[str, Pattern] = {}

@@ -1,9 +1,9 @@
 """Hooks that observe layers during a pass over the data, and the statistics that they collect.
 
 Calls are read piece by piece in the normal form of model/layers.py, without padding tokens. `InputSums` has the
-statistics of the inputs, once for all layers that read the same tensor (q, k and v), and `GradientSums` those of a
-layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface. `merge_statistics`
-merges the statistics of several processes that share the samples.
+statistics of the inputs, once for all layers with the same input tensor (q, k and v), and `GradientSums` the statistics
+of a layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
+`merge_statistics` merges the statistics of several processes that share the samples.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -377,7 +377,7 @@ class Observer(AbstractContextManager["Observer"]):
 def merge_statistics(observer: Observer, merger: Merger, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
     """Merge the statistics of a pass, each from the samples of one process.
 
-    `owners` has who needs a layer's statistics, by the layer's name; all processes need those of other layers. A
+    `owners` has the processes that need a layer's statistics, by its name; all processes need the other layers. A
     process that does not need a layer only knows that it was reached.
 
     Raises:

@@ -4,7 +4,7 @@
 and smaller if there are more samples than inputs. `SharedFisher` is an approximation that does not depend on the row.
 Quadratics and solvers use the interface `Fisher` only; another approximation of the term is another subclass.
 
-Tensor format: rows are those of a weight [d_out, d_in], or its column blocks, where block j of row k is row
+Tensor format: rows are the rows of a weight [d_out, d_in], or its column blocks, where block j of row k is row
 ``k · blocks + j``. Values may be on any device and in any floating-point dtype; results are computed on the device of
 the caller, by slices of rows.
 """

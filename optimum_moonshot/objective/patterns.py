@@ -289,7 +289,7 @@ def nonzeros(weight: Tensor) -> Tensor | None:
 
 
 def keep_alive(keep: Callable[[Tensor], Tensor], scores: Tensor, alive: Tensor | None) -> Tensor:
-    """The mask ``keep(scores)`` of a pattern for weights of which only those in `alive` (None: all) can survive.
+    """The mask ``keep(scores)`` of a pattern where only the weights in `alive` (None: all) can survive.
 
     The others have the smallest scores, so that the pattern's count includes them.
     """

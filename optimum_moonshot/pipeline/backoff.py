@@ -301,8 +301,8 @@ class Backoff:
         Args:
             where: the failure was.
             batches: of the pass.
-            rows: bytes of the statistics that it collected, and those of half as many layers, rows or experts.
-            ranks: the processes that take part; None: those of the run.
+            rows: bytes of the statistics that the pass collected, and bytes for half as many layers, rows or experts.
+            ranks: the processes that take part; None: all processes of the run.
 
         Returns:
             The kind of the change: "samples", "rows", "caches" or, where the work is tried once more, "again".
@@ -331,7 +331,7 @@ class Backoff:
             self.samples.halve(where, samples, (samples + 1) // 2)
         elif kind == "rows" and rows is not None:
             self.rows.halve(where, *rows)
-            self.storage.most = self.rows.size and 2 * self.rows.size  # of which a part uses half
+            self.storage.most = self.rows.size and 2 * self.rows.size  # a part uses half of it
         elif kind == "caches":
             self.storage.caches = cached // 2
             self.caches.halve(where, cached, cached // 2)
@@ -350,7 +350,7 @@ class Backoff:
                 lever.grow()
         if self.samples.size != before and not recut(batches()):
             self.samples.size = before
-        self.storage.most = self.rows.size and 2 * self.rows.size  # of which a part uses half
+        self.storage.most = self.rows.size and 2 * self.rows.size  # a part uses half of it
 
     def _attempted(
         self, work: Callable[[], Value], but: type[Exception] | tuple[()] = ()

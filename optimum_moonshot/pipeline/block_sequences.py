@@ -250,7 +250,7 @@ def _pass_on(extra: int | None, replacement: Callable[[], Tensor] | None, *args:
 
 
 class BlockSequence(NamedTuple):
-    """Sequential blocks, with those between them in which nothing is pruned."""
+    """Sequential blocks; some of them may have no pruned layer."""
 
     blocks: tuple[Block, ...]
     extras: Extras | None  # with which they can return their input; None where their arguments depend on each other
@@ -267,7 +267,7 @@ class BlockSequences(NamedTuple):
 def find_block_sequences(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
 ) -> BlockSequences:
-    """The longest sequences: of all blocks, else of those that are called, else of the blocks of one list.
+    """The longest sequences: of all blocks, else of all blocks that are called, else of the blocks of one list.
 
     The model is in evaluation mode and onloaded, the batch a small sample on its device. With `gradients`, input
     gradients must agree too.

@@ -36,8 +36,8 @@ class BlockProbe(NamedTuple):
 class Prepared:
     """A model that was checked, data that were read, and a budget of memory.
 
-    `selection` determines which statistics are collected: those serve every variant whose layers are the same, whose
-    solver is the same, and whose λ is not smaller.
+    `selection` determines which statistics are collected. They serve every variant with the same layers, the same
+    solver and a λ that is not smaller.
     """
 
     subject: Subject
@@ -68,7 +68,7 @@ class Prepared:
         """The calibration batches of this process, as small as the device's memory requires; none without data.
 
         Processes share whole batches: a model's rounding depends on the shape of a batch, in bfloat16 so much that the
-        masks would differ from those of one process.
+        masks would differ from the masks of one process.
         """
         samples = self.backoff.samples.size
         return self._shard if samples is None else split_batches(self._shard, samples)
@@ -92,9 +92,9 @@ class Prepared:
 
     @cached_property
     def function(self) -> dict[str, str]:
-        """The `function_values` of the dense model, those of a first pass where blocks are offloaded; {} without data.
+        """The `function_values` of the dense model, from the first pass where blocks are offloaded; {} without data.
 
-        Compute them before the model changes: they are those of the first access. A caller's loss may need labels,
+        The first access computes them, and has to come before the model changes. A caller's loss may need labels,
         which data have only where losses are needed.
         """
         if self.block_probe is not None or self.data is None:

@@ -1,4 +1,4 @@
-"""The stages of a whole model: those of its sequential blocks, then the layers outside of them.
+"""The stages of a whole model: its sequential blocks, then the layers outside of them.
 
 `ModelPipeline` observes the dense model. With ``recompute`` it observes the already pruned prefix: the paper's "++"
 (MOONSHOT, arXiv 2604.13287, "Hessian Recomputation"), by `RecomputePipeline`. The blocks are then pruned first to last.
@@ -109,7 +109,7 @@ class RecomputePipeline:
         return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
 
     def __iter__(self) -> Iterator[Stage]:
-        """One stage per block with layers to observe (and those between), then one per layer outside of blocks."""
+        """One stage per block, from the first to the last with layers, then one per layer outside of blocks."""
         inside, done = [block.layers for block in self.blocks if block.layers], Layers()
         tied = any(len(layer.modules) > 1 for layers in inside for layer in layers)
         if inside and self.extras is not None and not tied:
@@ -161,7 +161,7 @@ class ModelPipeline:
     prepared: Prepared
     results: Results  # the layers that lack one are observed
     # The pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the pruned prefix;
-    # None for those of the dense model.
+    # None for statistics of the dense model.
     weight: Callable[[PrunableLayer], Tensor] | None = None
     notes: list[str] = field(default_factory=list)  # for the report, after the last stage
     # ℓ_n of the dense model, by batch of this process, where a backward pass starts from them; after the last stage.

@@ -112,7 +112,7 @@ class StatisticsSpec:
     def slices(self, layer: PrunableLayer, size: int, memory: int) -> tuple[slice, ...]:
         """The rows or experts of each pass, for a layer that exceeds the memory; empty where one pass serves.
 
-        `size` are the bytes of its statistics in this process, `memory` those that may be used.
+        `size` is the bytes of its statistics in this process, `memory` the bytes that may be used.
         """
         if layer.separate:
             if layer.groups == 1:
@@ -210,9 +210,9 @@ def partition(
 
 
 def halved(part: Part, spec: StatisticsSpec) -> tuple[int, int] | None:
-    """The bytes that one pass collects for a part, and those for half as many layers, rows or experts.
+    """The bytes that one pass collects for a part, and the bytes for half as many layers, rows or experts.
 
-    None if these are one already.
+    None if a pass collects a single one already.
     """
     if not part.sizes:  # without data
         return None

@@ -76,15 +76,15 @@ class Selection:
 
     @property
     def layers(self) -> list[PrunableLayer]:
-        """In the order of pruning: those of the blocks, then those outside of them."""
+        """In the order of pruning: the layers of the blocks, then the layers outside of them."""
         return list(self.structure.layers())
 
     def lam_of(self, layer: PrunableLayer) -> float:
-        """λ of a layer: 1 where the Fisher loss is the attention's alone and the layer is none of it."""
+        """λ of a layer: 1 where the Fisher loss is restricted to attention and the layer does not belong to it."""
         return self.lam if self.config.fisher_layers == "all" or layer.attention else 1.0
 
     def on_grid(self, pattern: Pattern, layer: PrunableLayer) -> Pattern:
-        """A pattern of a layer with the grid of its survivors: that of an allocation, else the configuration's."""
+        """A pattern of a layer with the grid of its survivors: from an allocation, else from the configuration."""
         grid = pattern.grid if self.config.has_budget else self.config.grid
         return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(layer.parameter.dtype))
 
@@ -104,7 +104,7 @@ class Selection:
         return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
 
     def loss_notes(self, loss: Loss | None) -> list[str]:
-        """A note on the loss, where it is used and is that of a model without a head."""
+        """A note on the loss, where it is used and the model has no head."""
         return [f"Fisher loss: {loss}"] if self.needs_losses and isinstance(loss, OutputLoss) else []
 
     def with_lam(self, config: MoonshotConfig) -> "Selection":

@@ -58,7 +58,7 @@ class ResultStore:
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # of recovered blocks
         self.recovered: dict[str, tuple[str, ...]] = {}  # block → its layers and parameters with recovered values
-        self.parameters: set[str] = set()  # the names of those that are not matrices of pruned layers
+        self.parameters: set[str] = set()  # names of recovered parameters that are not matrices of pruned layers
         self.curves: dict[str, LossCurve] = {}  # of layers, for an allocation
         self.files: dict[str, Path] = {}  # with each layer's latest weight, and each parameter
         self.notes: list[str] = []

@@ -1,6 +1,6 @@
 """One way to prune on prepared data, with its results: a run has one, a sweep and a sparsity path have many.
 
-Below, the exchange of results between processes, each of which solves some of the layers.
+The functions below exchange results between processes that solve some of the layers each.
 """
 
 import os
@@ -115,7 +115,7 @@ class Variant:
         return self.selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
 
     def written(self) -> Iterator[tuple[Weights, list[Written]]]:
-        """The layers and parameters with results, by the weights of their block; last those outside of the blocks."""
+        """The layers and parameters with results, by the weights of their block; last those outside of blocks."""
         structure, names = self.selection.structure, sorted(self.store.parameters)
         for block in (*structure.blocks, None):
             layers = structure.outside if block is None else block.layers
@@ -142,7 +142,7 @@ class Variant:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Meanwhile the model has the results' weights; dense again on exit."""
+        """A context in which the model has the pruned weights; it is dense again on exit."""
         rotated = nullcontext() if self.rotated is None else self.rotated.applied()
         with holding_variant(self.model), rotated:
             dense = _swap(self, self.store.weight)
@@ -280,7 +280,7 @@ def _broadcast(prepared: Prepared, store: ResultStore, each: Written, rank: int)
 
 
 def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list[tuple[int, str, LossCurve]]) -> None:
-    """Exchange loss curves: `measured` are those of this process, by the variant's index and the layer's name."""
+    """Exchange loss curves: `measured` has this process's curves, by the variant's index and the layer's name."""
     if prepared.subject.ranks.size == 1:
         return
     for curves in reversed(prepared.subject.ranks.all_gather_object(measured)):  # the first process takes precedence
@@ -324,8 +324,8 @@ def attach_report(
 ) -> PruneReport:
     """The report of a run; its record is attached to the pruned model.
 
-    `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` precede those on memory and
-    processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
+    `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` come before the notes on
+    memory and processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
     """
     config, processes = selection.config, prepared.backoff.ranks.size
     alone = ["the rotation was learned"] if config.rotation is not None else []

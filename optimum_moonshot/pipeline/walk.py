@@ -55,7 +55,7 @@ class PassObserver(Protocol):
         """The statistics of gradients, by layer; empty where no backward pass is needed."""
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Announce a batch of `count` samples, the first of which has the number `first`.
+        """Announce a batch of `count` samples, numbered from `first` on.
 
         The mask, bool [B, T], is True where a token counts; None where all do.
         """
@@ -341,7 +341,7 @@ class Walk:
 
     @torch.no_grad()
     def forward(self, i: int) -> None:
-        """Compute the inputs of the next block by an onloaded one, whose own are kept if its stage will read them."""
+        """Compute the inputs of the next block by an onloaded one, whose inputs stay cached if its stage needs them."""
         for index in range(len(self.batches)):
             call, following = self.calls[i][index], self.calls[i + 1][index]
             output = self._output(i, call)

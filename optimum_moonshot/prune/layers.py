@@ -27,7 +27,7 @@ from ..solvers import Solver
 
 
 def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence[Variant]) -> None:
-    """Solve a dense layer for several variants, all those of one λ together: one elimination serves several sparsities.
+    """Solve a dense layer for several variants, all variants of one λ together: one elimination serves them.
 
     Variants with the same λ and pattern share the result, for example if the layer is excluded from the Fisher loss.
     """

@@ -168,7 +168,7 @@ class System:
         """Least squares on `keep`; each row starts from the better of `sparse`, scaled, and the masked dense weight.
 
         Every one of the at most `steps` conjugate gradients lowers the loss of every row. `columns`, bool [d_in], are
-        those where almost all weights are kept: the inverse of the mean H on them is the preconditioner, with which a
+        rows that lose few weights: the inverse of the mean H on them is the preconditioner, with which a
         row that lacks z of them converges in z + 1 steps at λ = 1. Returns the weight [d_out, d_in] in the original
         coordinates.
         """

@@ -17,7 +17,7 @@ removal then only reads the weights once, for the change of the moments: 6 times
 
 The removals are nested, so one elimination gives the result of every sparsity: `solve_path`.
 
-For mixtures of experts, `experts` has the search for those to remove.
+For mixtures of experts, `experts` searches for the experts to remove.
 """
 
 from collections.abc import Callable, Sequence

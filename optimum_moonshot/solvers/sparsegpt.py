@@ -60,7 +60,7 @@ class Factors(Protocol):
     """The factors C_k of some rows, read from left to right by comparison groups of columns and their blocks.
 
     All methods update the weights `weight`, [r, d_in] in float32, in place, such that most of the work is matrix
-    products. `errors`, [r, columns], are those of a comparison group, final in the blocks before the current one.
+    products. `errors`, [r, columns], are the errors of a comparison group, final in the blocks before the current one.
     """
 
     def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
@@ -283,7 +283,7 @@ class SparseGPT(Solver):
 
         Args:
             objective: of a layer, or of some of its rows.
-            pattern: unstructured or n:m; its `keep` compares the scores of these rows with those of the whole layer.
+            pattern: unstructured or n:m; its `keep` compares the scores of these rows with all of the layer.
             damping: p, in (0, 1].
 
         Returns:
