@@ -137,11 +137,11 @@ class InputSums:
     added: set[tuple[int, Hashable]] = field(default_factory=set)  # with the identity of the statistics
     held: dict[Hashable, LayerCall] = field(default_factory=dict)
 
-    def add(self, call: LayerCall) -> None:
-        """Add the inputs of a call, unless another layer's call has added them."""
+    def lacking(self, call: LayerCall) -> SharedSums | None:
+        """The statistics to which the inputs of a call are to be added; None if another layer's call has added them."""
         name, inputs = call.layer.name, call.inputs
         if not inputs.numel():
-            return  # its address would not identify it
+            return None  # its address would not identify it
         key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.input_key)
         if name not in self.of_layer:
             other = self.by_key.get(key)
@@ -152,9 +152,9 @@ class InputSums:
             self.held.setdefault(key, call)
             shared.readers.setdefault(name, []).append(key)
             if (id(shared), key) in self.added:
-                return
+                return None
             self.added.add((id(shared), key))
-        shared.add(call)
+        return shared
 
     def _make(self, layer: PrunableLayer, device: torch.device) -> SharedSums:
         arguments, into = (layer, self.storage, device), self.into.get(layer.name)
@@ -326,7 +326,8 @@ class Observer(AbstractContextManager["Observer"]):
         with error_context(layer.name):
             mask = called.token_mask(inputs, self.mask)
         call = LayerCall(layer, called, inputs, inputs._version, mask, self.count)
-        self.inputs.add(call)
+        if (inputs_sums := self.inputs.lacking(call)) is not None:
+            inputs_sums.add(call)
         sums = self.gradients.get(layer.name)
         if sums is None or not torch.is_grad_enabled():
             return None

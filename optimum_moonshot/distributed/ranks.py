@@ -329,10 +329,6 @@ class Ranks:
         if self.group is not None:
             self.group.run(dist.barrier)
 
-    def all_reduce_min(self, value: int) -> int:
-        """The minimum over all processes."""
-        return min(self.all_gather_object(value))
-
     def all_gather_object(self, value: Value) -> list[Value]:
         """The values of all processes, by rank; small, and picklable."""
         if self.group is None:

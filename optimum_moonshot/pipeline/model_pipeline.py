@@ -193,7 +193,8 @@ class ModelPipeline:
                     prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
             if others or structure.outside:
-                full = self._full_model(others + structure.outside)
+                layers, loss = others + structure.outside, prepared.subject.loss
+                full = FullModelPipeline(prepared.model, structure.blocks, prepared.batches, gradients, loss, layers)
                 yield from full
                 self.losses = self.losses or full.losses
             if others:
@@ -221,11 +222,6 @@ class ModelPipeline:
             yield stage
             prepared.backoff.grow(stage.recut, lambda: prepared.batches)
         self.notes.append(pipeline.cost)
-
-    def _full_model(self, layers: Sequence[PrunableLayer]) -> FullModelPipeline:
-        prepared, selection = self.prepared, self.prepared.selection
-        blocks, loss = selection.structure.blocks, prepared.subject.loss
-        return FullModelPipeline(prepared.model, blocks, prepared.batches, selection.needs_gradients, loss, layers)
 
     def reason(self, layer: PrunableLayer) -> str:
         """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""

@@ -180,7 +180,7 @@ class Distillation(Trainer):
         free = int(DEFAULT_SHARE * free_memory(self.device)[self.device]) - pending
         with self.backoff.together():  # also in a process without training samples
             needed = max(1, self._activations(next(training[0].pieces(1)))) if training else 1
-        samples = self.ranks.all_reduce_min(free // needed)
+        samples = min(self.ranks.all_gather_object(free // needed))
         if samples < 1:
             self._recompute(f"{needed / 2**30:.4g} GiB exceed the {max(0, free) / 2**30:.4g} GiB that are free")
         largest = max((batch_size(cached.batch) for cached in training), default=1)
