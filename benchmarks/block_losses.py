@@ -21,8 +21,7 @@ from optimum_moonshot.model.calls import first_tensor, frozen, model_device, run
 from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import onloaded_in_turn
 from optimum_moonshot.model.losses import sample_losses
-from optimum_moonshot.pipeline.block_probe import Extras, passing_on
-from optimum_moonshot.pipeline.block_sequences import find_sequence
+from optimum_moonshot.pipeline.block_sequences import Extras, find_sequence, passing_on
 from optimum_moonshot.pipeline.inputs import Prepared
 
 # Samples, and most sets of blocks of which `BlockLosses.select` predicts all.

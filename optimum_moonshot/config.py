@@ -21,8 +21,7 @@ from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.grid import Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
 from .options import ALLOCATION, OPTIONS, RECIPES, SHARED_OPTIONS, Options, check_values, documented
-from .solvers.base import Solver, make_solver, solver_class, solver_names
-from .solvers.hyperparameters import check_option, check_options, options_of
+from .solvers.base import Solver, check_option, check_options, make_solver, options_of, solver_class, solver_names
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}

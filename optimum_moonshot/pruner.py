@@ -395,7 +395,7 @@ class MoonshotPruner:
         loss: Loss | None = None,
         forward: Forward | None = None,
     ) -> WidthReduction:
-        """Make the hidden size of a dense model smaller: the least important directions of its residual stream leave.
+        """Reduce the hidden size of a dense model by removing the least important directions of its residual stream.
 
         `pruner.model` becomes a new dense model of the same class; the given one is unchanged. All matrices become
         smaller in proportion, with embeddings and head; a later `prune` removes neurons and heads, or weights.
@@ -433,12 +433,12 @@ class MoonshotPruner:
         progress: bool = True,
         resume_dir: str | os.PathLike[str] | None = None,
     ) -> ShrinkReport:
-        """Make the model smaller, to one target: decide which blocks, neurons and heads leave, and remove them.
+        """Make the model smaller, to one target: choose blocks, neurons and heads, and remove them.
 
         The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
         becomes a new dense model with a smaller configuration; the given one is unchanged. A configuration, if the
         pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads
-        leave, else 1. `recover` applies afterwards.
+        are removed, else 1. `recover` applies afterwards.
 
         Args:
             calibration: as for `prune`.
@@ -446,7 +446,7 @@ class MoonshotPruner:
             bytes: as `parameters`, of the weights, or text such as "2GB".
             latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
             batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
-            hidden_multiple: of which a smaller hidden size is a multiple, such as the block of a quantized format.
+            hidden_multiple: a divisor of a smaller hidden size, such as the block of a quantized format.
             loss: as for `prune`.
             forward: as for `prune`.
             progress: as for `prune`.

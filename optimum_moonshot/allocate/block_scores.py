@@ -27,7 +27,7 @@ from ..objective.quadratic import of_rows
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.stages import Stage
+from ..pipeline.walk import Stage
 from ..progress import progress_bar
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern, Unstructured
 from ..objective.quadratic import of_rows
+from ..pipeline.partition import Slicing, StatisticsSpec
 from ..pipeline.slices import ShardedExperts
 from ..pipeline.solve import ExpertStatistics, Statistics
-from ..pipeline.spec import Slicing, StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..solvers import Solver
 

@@ -29,10 +29,9 @@ from ..objective.grid import Grid
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert
 from ..pipeline.inputs import Prepared
-from ..pipeline.loop import run_pipeline, solve_parts
+from ..pipeline.loop import Task, run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.solve import Statistics
-from ..pipeline.task import Task
 from ..pipeline.variant import Variant, share_curves
 from ..progress import progress_bar
 from .block_scores import allocate, block_scores, exact_patterns, input_squares
@@ -147,7 +146,7 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
         matrices |= zip(names[name] or [name], curve.experts or [curve], strict=True)
     sparsities = divide_sparsity(matrices, pattern.sparsity)
     sizes = {name: curve.size for name, curve in matrices.items()}
-    # Weights that every mask removes: zeros, and those at inputs that are always 0.
+    # Weights that every mask removes: zeros, and all weights of inputs that are always 0.
     dead = {name: round(curve.dead * curve.size) for name, curve in matrices.items()}
     exact = exact_patterns(sizes, sparsities, pattern.sparsity, dead)
     patterns: dict[str, Pattern] = {}

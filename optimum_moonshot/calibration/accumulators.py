@@ -14,10 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..distributed.sharing import Merger
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
-from ..objective.row_slices import slice_bytes, split_within
-from .statistic import GradientStatistic, InputStatistic, Merger
+from ..objective.linalg import slice_bytes, split_within
+from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.

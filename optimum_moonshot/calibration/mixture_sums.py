@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..distributed.ranks import Ranks
+from ..distributed.sharing import Merger
 from ..errors import MoonshotError, Option, Text, require
 from ..model.calls import hook_gradient
 from ..model.mixtures import Mixture, MixtureCall
@@ -133,11 +133,11 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         return hook_gradient(output, add)
 
 
-def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:
+def merge_mixtures(observer: MixtureObserver, merger: Merger) -> None:
     """Merge the statistics of mixtures, each from the samples of one process."""
     for sums in observer.sums.values():
         for total in (sums.gram, sums.norms, sums.tokens):
-            ranks.all_reduce(total)
-        if sums.gradients is not None:
-            shard, sums.gradients = sums.gradients, sums.gradients.new_empty(sums.samples, sums.mixture.count)
-            ranks.gather_rows(shard, sums.gradients, ranks.all_gather_object(len(shard)))
+            merger.summed(total)
+        if (shard := sums.gradients) is not None:
+            of_samples = merger.of_layer(None, merger.values(len(shard)))
+            sums.gradients = of_samples.stacked(shard, shard.new_empty)

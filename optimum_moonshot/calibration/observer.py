@@ -1,19 +1,22 @@
 """Hooks that observe layers during a pass over the data, and the statistics that they collect.
 
 Calls are read piece by piece in the normal form of model/layers.py, without padding tokens. `InputSums` has the
-statistics of the inputs, once for all layers that read the same tensor (q, k and v), and `GradientSums` those of a
-layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
+statistics of the inputs, once for all layers with the same input tensor (q, k and v), and `GradientSums` the statistics
+of a layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
+`merge_statistics` merges the statistics of several processes that share the samples.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.sharing import Merger, Owner
 from ..errors import NO_BACKWARD, MoonshotError, Text, error_context, require
 from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
@@ -134,11 +137,11 @@ class InputSums:
     added: set[tuple[int, Hashable]] = field(default_factory=set)  # with the identity of the statistics
     held: dict[Hashable, LayerCall] = field(default_factory=dict)
 
-    def add(self, call: LayerCall) -> None:
-        """Add the inputs of a call, unless another layer's call has added them."""
+    def lacking(self, call: LayerCall) -> SharedSums | None:
+        """The statistics to which the inputs of a call are to be added; None if another layer's call has added them."""
         name, inputs = call.layer.name, call.inputs
         if not inputs.numel():
-            return  # its address would not identify it
+            return None  # its address would not identify it
         key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.input_key)
         if name not in self.of_layer:
             other = self.by_key.get(key)
@@ -149,9 +152,9 @@ class InputSums:
             self.held.setdefault(key, call)
             shared.readers.setdefault(name, []).append(key)
             if (id(shared), key) in self.added:
-                return
+                return None
             self.added.add((id(shared), key))
-        shared.add(call)
+        return shared
 
     def _make(self, layer: PrunableLayer, device: torch.device) -> SharedSums:
         arguments, into = (layer, self.storage, device), self.into.get(layer.name)
@@ -323,7 +326,8 @@ class Observer(AbstractContextManager["Observer"]):
         with error_context(layer.name):
             mask = called.token_mask(inputs, self.mask)
         call = LayerCall(layer, called, inputs, inputs._version, mask, self.count)
-        self.inputs.add(call)
+        if (inputs_sums := self.inputs.lacking(call)) is not None:
+            inputs_sums.add(call)
         sums = self.gradients.get(layer.name)
         if sums is None or not torch.is_grad_enabled():
             return None
@@ -369,3 +373,43 @@ class Observer(AbstractContextManager["Observer"]):
             require(finite, f"{name}: its gradients hold NaN or infinite values", hint=NOT_FINITE)
         tokens, totals = results.pop(TokenCounts, None), results.pop(LayerTotals, None)
         return LayerStatistics(inputs, gradients, self.samples, self.diagonal, totals, results, tokens=tokens)
+
+
+def merge_statistics(observer: Observer, merger: Merger, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
+    """Merge the statistics of a pass, each from the samples of one process.
+
+    `owners` has the processes that need a layer's statistics, by its name; all processes need the other layers. A
+    process that does not need a layer only knows that it was reached.
+
+    Raises:
+        MoonshotError: layers share their statistics in some processes only, or a statistic cannot be merged.
+    """
+    _merge_inputs(observer, merger)
+    sizes = merger.values(observer.here) if observer.gradients else []
+    for layer in observer.layers:
+        of_layer, sums = merger.of_layer(owners.get(layer.name), sizes), observer.gradients.get(layer.name)
+        for statistic in sums.statistics.values() if sums is not None else ():
+            statistic.merge(of_layer)
+        if of_layer.is_elsewhere:
+            observer.gradients.pop(layer.name, None)
+
+
+def _merge_inputs(observer: Observer, merger: Merger) -> None:
+    """Layers that share a tensor have one statistic in all processes, also where a process has not reached them."""
+    inputs, numbers = observer.inputs, dict[int, int]()
+    shared = {name: numbers.setdefault(id(sums), len(numbers)) for name, sums in inputs.of_layer.items()}
+    processes = merger.values(shared)
+    merged: dict[tuple[int | None, ...], SharedSums] = {}
+    for layer in observer.layers:
+        key = tuple(numbered.get(layer.name) for numbered in processes)
+        if all(number is None for number in key):
+            continue
+        if key not in merged:
+            sums = inputs.sums_of(layer)
+            message = f"{layer.name} reads the same tensor as another layer in some batches only"
+            require(all(sums is not other for other in merged.values()), message)
+            for statistic in sums.statistics.values():
+                for tensor in statistic.sums():
+                    merger.summed(tensor)
+            merged[key] = sums
+        inputs.of_layer[layer.name] = merged[key]

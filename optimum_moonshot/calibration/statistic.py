@@ -2,8 +2,8 @@
 
 The hooks of `Observer` convert every call of a layer to the normal form of model/layer_kinds.py and pass it to the
 statistics in pieces. An `InputStatistic` needs the inputs only, and is shared by the layers that read the same tensor;
-a `GradientStatistic` needs the output gradients too. merging.py merges the results of several processes. To add a
-statistic, write a class, and pass it to the observer:
+a `GradientStatistic` needs the output gradients too. `merge_statistics` (observer.py) merges the results of several
+processes. To add a statistic, write a class, and pass it to the observer:
 
     Observer(layers, …, extra=(InputMean,))
 
@@ -11,73 +11,19 @@ Its result is then ``observer.take(layer).extra[InputMean]``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import Ranks
-from ..errors import MoonshotError, require
+from ..distributed.sharing import Merger
+from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
 from .storage import Storage
 
-Value = TypeVar("Value")
-# The only process that needs a layer's statistics; or the rows that each process needs, by rank; None is all processes.
-Owner = int | tuple[slice, ...] | None
 NOT_FINITE = "check the model's weights and dtype (float16 overflows; use bfloat16)"  # a hint
 _NOT_MERGED = "it has no `{}`, so that several processes cannot share the data: write one, or use one process"
-
-
-@dataclass(frozen=True)
-class Merger:
-    """Merges the results of several processes, each from some of the samples, into what this process needs."""
-
-    ranks: Ranks
-    owner: Owner
-    sizes: Sequence[int]  # number of samples of each process
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes; the first axis has the layer's rows, or k for each."""
-        if not isinstance(self.owner, tuple):
-            self.ranks.all_reduce(tensor, self.owner)
-            return tensor
-        per_row = len(tensor) // self.owner[-1].stop
-        slices = [slice(per_row * rows.start, per_row * rows.stop) for rows in self.owner]
-        for rank, rows in enumerate(slices):
-            self.ranks.all_reduce(tensor[rows], rank)
-        return tensor[slices[self.ranks.rank]].clone()
-
-    def summed_groups(self, tensor: Tensor, rows: int) -> tuple[Tensor, int]:
-        """The sum over the processes, and this process's number of rows; the first axis has groups of the layer's rows.
-
-        It has the groups of this process's rows alone.
-        """
-        self.ranks.all_reduce(tensor, self.owner if isinstance(self.owner, int) else None)
-        if not isinstance(self.owner, tuple):
-            return tensor, rows
-        solved, size = self.owner[self.ranks.rank], rows // len(tensor)
-        return tensor[solved.start // size : -(-solved.stop // size)], solved.stop - solved.start
-
-    def stacked(self, tensor: Tensor, empty: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """The samples of all processes, [N, rows, …], of tensors [n, rows, …]; `empty` allocates it by its shape."""
-        samples, rank = sum(self.sizes), self.ranks.rank
-        if isinstance(self.owner, tuple):
-            whole = empty((samples, *tensor[:, self.owner[rank]].shape[1:]))
-            self.ranks.all_to_all([tensor[:, rows] for rows in self.owner], whole, self.sizes)
-            return whole
-        if self.owner not in (None, rank):
-            self.ranks.gather_rows(tensor, None, self.sizes, self.owner)
-            return tensor
-        whole = empty((samples, *tensor.shape[1:]))
-        self.ranks.gather_rows(tensor, whole, self.sizes, self.owner)
-        return whole
-
-    def values(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank; small, and picklable."""
-        require(not isinstance(self.owner, tuple), "a statistic of a whole layer cannot be divided by rows")
-        return self.ranks.all_gather_object(value)
 
 
 class InputStatistic(ABC):

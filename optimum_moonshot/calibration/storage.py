@@ -29,15 +29,15 @@ class Storage:
     """Allocates tensors within a budget, and counts them until they are garbage.
 
     `max_memory` is the budget on the device in bytes, by default 60% of the `free` memory there, which is measured if
-    it is None. Once 60% of the free host memory is used as well, tensors are memory-mapped files in `offload_dir`,
-    unlinked as soon as they are mapped, so that none remains of a killed process.
+    it is None. Once 60% of the free host memory is used as well, tensors are memory-mapped files in the folder
+    `spill_to`, unlinked as soon as they are mapped, so that none remains of a killed process.
     """
 
     def __init__(
         self,
         device: torch.device,
         max_memory: int | None = None,
-        offload_dir: str | None = None,
+        spill_to: str | None = None,
         free: Mapping[torch.device, int] | None = None,
     ):
         self.device = torch.device(device)
@@ -46,7 +46,7 @@ class Storage:
         if max_memory is not None:
             self.limits[self.device] = max_memory
         self.used = dict.fromkeys(self.limits, 0)
-        self.offload_dir = None if offload_dir is None else Path(offload_dir)
+        self.folder = None if spill_to is None else Path(spill_to)
         self.spilled = 0  # bytes on disk
         self.cached = 0  # bytes of caches on the device
         # Limits after an allocation failed: on the available bytes, and on the caches on the device.
@@ -61,7 +61,7 @@ class Storage:
     @property
     def next_place(self) -> bool:
         """Whether caches can be stored elsewhere than on the device."""
-        return len(self.limits) > 1 or self.offload_dir is not None
+        return len(self.limits) > 1 or self.folder is not None
 
     def place(self, size: int, cache: bool = False) -> torch.device | None:
         """The first device with `size` bytes left, or None if only disk has; caches may have a lower limit."""
@@ -84,15 +84,15 @@ class Storage:
             self.cached += cached
             weakref.finalize(tensor, self._release, device, size, cached)
             return tensor
-        if self.offload_dir is None:
+        if self.folder is None:
             budget = f"{sum(self.limits.values()) / 2**30:.2f} GiB"
             message = f"{what} needs {size / 2**30:.2f} GiB more than the budget of {budget} has left"
             raise MoonshotError(message, field="max_memory", hint=MORE_MEMORY)
         try:
-            tensor = mapped_tensor(shape, dtype, self.offload_dir)
+            tensor = mapped_tensor(shape, dtype, self.folder)
         except OSError as error:
             message = f"no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
-            raise MoonshotError(message, field="offload_dir", value=self.offload_dir) from error
+            raise MoonshotError(message, field="offload_dir", value=self.folder) from error
         self.spilled += size
         return tensor
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import error_context, require
 from ..model.experts import expert_parameters
 from ..objective.grid import Grid
-from ..objective.row_slices import CPU_BYTES, slices_within
+from ..objective.linalg import CPU_BYTES, slices_within
 from ..packing import Quantized
 from .packed_files import pruned_layers, rewrite
 from .weight_files import EXPORT, Checkpoint, Layers, Tensors, read_header

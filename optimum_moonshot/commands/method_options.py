@@ -107,8 +107,7 @@ def _read_allocation(value: str) -> str | dict[str, Any]:
 
 def _parse_options(solver: str, texts: list[str]) -> dict[str, Any]:
     """Parse hyperparameters of a solver, NAME=VALUE each, with the types that it declares."""
-    from ..solvers.base import solver_options
-    from ..solvers.hyperparameters import parse_option
+    from ..solvers.base import parse_option, solver_options
 
     options, values = solver_options(solver), {}
     for text in texts:

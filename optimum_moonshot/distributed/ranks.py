@@ -5,7 +5,7 @@ process alone is `SINGLE_PROCESS`, whose operations return their argument. `RunG
 with the parts that `torch.distributed` lacks:
 
 - **A time-out that suits a solver.** One process may solve for hours while the others wait in a collective. The run's
-  gloo group therefore waits for `TIMEOUT`, and failures are detected by closed connections: those of a process that
+  gloo group therefore waits for `TIMEOUT`, and failures are detected by the closed connections of a process that
   died, or failed and closed its group, on any machine. NCCL detects neither, so that tensors are transferred over it
   only after all processes have met in gloo.
 - **The rank and the reason.** gloo reports the address of a closed connection alone. A process that fails stores its
@@ -329,10 +329,6 @@ class Ranks:
         if self.group is not None:
             self.group.run(dist.barrier)
 
-    def all_reduce_min(self, value: int) -> int:
-        """The minimum over all processes."""
-        return min(self.all_gather_object(value))
-
     def all_gather_object(self, value: Value) -> list[Value]:
         """The values of all processes, by rank; small, and picklable."""
         if self.group is None:
@@ -412,7 +408,7 @@ SINGLE_PROCESS = Ranks()
 
 
 def processes() -> AbstractContextManager[Ranks]:
-    """The processes of the default group, all of which enter; `SINGLE_PROCESS` without a group.
+    """The processes of the default group, which all enter this together; `SINGLE_PROCESS` without a group.
 
     A process that fails inside stops the others with its reason; all wait at the end until every process is done.
 

@@ -18,8 +18,8 @@ from ..objective.removal import Removal
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.stages import Stage
 from ..pipeline.store import ResultStore
+from ..pipeline.walk import Stage
 from ..progress import progress_bar
 from ..reports.prune_report import ExpertChoice, LayerReport, loss_fields
 from ..solvers import make_solver, solver_names

@@ -17,9 +17,8 @@ from ..model.compaction import Compaction
 from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
 from ..pipeline.inputs import prepare, sample_folder
-from ..pipeline.run_report import attach_report
 from ..pipeline.selection import Subject, select_experts
-from ..pipeline.variant import Variant, broadcast_first, share_recovered
+from ..pipeline.variant import Variant, attach_report, broadcast_first, share_recovered
 from ..recover.blockwise import Recovery, SmallerBlocks
 from ..reports.prune_report import PruneReport
 from .choice import ExpertSelection

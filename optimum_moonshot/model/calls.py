@@ -31,7 +31,7 @@ class BlockCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    hidden: Tensor  # cached input of the block; empty while there is none
+    hidden: Tensor  # cached input of the block; on the meta device while there is none
 
 
 def evaluation_mode(model: nn.Module) -> ExitStack:

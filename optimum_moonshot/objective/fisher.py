@@ -4,7 +4,7 @@
 and smaller if there are more samples than inputs. `SharedFisher` is an approximation that does not depend on the row.
 Quadratics and solvers use the interface `Fisher` only; another approximation of the term is another subclass.
 
-Tensor format: rows are those of a weight [d_out, d_in], or its column blocks, where block j of row k is row
+Tensor format: rows are the rows of a weight [d_out, d_in], or its column blocks, where block j of row k is row
 ``k · blocks + j``. Values may be on any device and in any floating-point dtype; results are computed on the device of
 the caller, by slices of rows.
 """
@@ -16,8 +16,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from .linalg import all_finite, diagonal_blocks
-from .row_slices import slices_within
+from .linalg import all_finite, diagonal_blocks, slices_within
 
 # Bytes of a slice of rows: values stored on another device are streamed in slices of this size.
 SLICE_BYTES = 256 * 2**20

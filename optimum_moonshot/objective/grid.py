@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import MAX_INT, MoonshotError, require
-from .row_slices import CPU_BYTES, slice_bytes, split_within
+from .linalg import CPU_BYTES, slice_bytes, split_within
 
 BITS = (8, 4, 3)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # codes and scales are computed in float32

@@ -36,7 +36,9 @@ class LossCurve:
     experts: tuple["LossCurve", ...] = ()  # of its experts, whose losses sum to these; may be empty
     # Bits → losses of the survivors rounded to these, at sparsity 0 and at `sparsities`.
     quantized: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    dead: float = 0.0  # fraction of the weights that every mask removes: zeros, and those at inputs that are always 0
+    dead: float = (
+        0.0  # fraction of the weights that every mask removes: zeros, and all weights of inputs that are always 0
+    )
 
     def of_bits(self, bits: int) -> "LossCurve":
         """The curve of survivors rounded to some bits, whose first point is at sparsity 0."""
@@ -163,7 +165,7 @@ def _ascending(slopes: list[float]) -> list[float]:
 def divide_steps(losses: Mapping[str, Sequence[float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
     """Number of removal steps, such as 3:4 → 2:4, of each matrix that approximately minimises the sum of the losses.
 
-    `losses` are those after 0, 1, 2 … steps, and `sizes` the weights that a step removes; their sum is at most the
+    `losses` are the losses after 0, 1, 2 … steps, and `sizes` the weights that a step removes; their sum is at most the
     `budget`, and no further step fits. Greedy by loss per weight, along the lower convex hulls. A segment of a hull
     that would exceed the budget is skipped, with all later ones of its matrix; the remaining budget is spent on single
     steps, the cheapest first.

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..devices import is_gpu
 from ..errors import MoonshotError, Option, Text, require
 from .grid import Grid
-from .row_slices import CPU_BYTES, split_within
+from .linalg import CPU_BYTES, split_within
 
 # Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
 SELECTION_BYTES = 24
@@ -277,6 +277,11 @@ def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
     return None
 
 
+def sparsity_of(weight: Tensor) -> float:
+    """The fraction of zeros in a weight, of any shape; `(weight == 0).sum()` would allocate temporaries."""
+    return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()
+
+
 def nonzeros(weight: Tensor) -> Tensor | None:
     """Bool like a weight, False where it is zero; None without zeros, or without anything else."""
     count = int(torch.count_nonzero(weight))
@@ -284,7 +289,7 @@ def nonzeros(weight: Tensor) -> Tensor | None:
 
 
 def keep_alive(keep: Callable[[Tensor], Tensor], scores: Tensor, alive: Tensor | None) -> Tensor:
-    """The mask ``keep(scores)`` of a pattern for weights of which only those in `alive` (None: all) can survive.
+    """The mask ``keep(scores)`` of a pattern where only the weights in `alive` (None: all) can survive.
 
     The others have the smallest scores, so that the pattern's count includes them.
     """

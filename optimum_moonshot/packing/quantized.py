@@ -24,8 +24,8 @@ from torch.nn import functional
 from ..errors import require
 from ..kernels import QuantizedMatrix, find_library
 from ..objective.grid import BLOCK, Grid
+from ..objective.linalg import row_slices
 from ..objective.patterns import NM
-from ..objective.row_slices import row_slices
 from .bitmask import is_nm, pack_bits, popcounts, stored_bits, unpack_bits
 
 _TEMPORARY = 24  # bytes of the intermediates of a weight

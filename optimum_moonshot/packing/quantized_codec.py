@@ -19,8 +19,8 @@ from torch.nn import functional
 from ..errors import require
 from ..kernels import QuantizedMatrix, find_gpu_kernels, find_library
 from ..objective.grid import BITS, BLOCK, DTYPES, Grid
+from ..objective.linalg import split_range
 from ..objective.patterns import NM
-from ..objective.row_slices import split_range
 from .codec import INPUTS, Codec, Parts, Shape, Verdict, register_operators
 from .quantized import (
     check_packed,

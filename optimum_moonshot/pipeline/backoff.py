@@ -1,23 +1,29 @@
-"""Backoff: a device that is out of memory does not end a run; a piece of work is halved and repeated.
+"""Backoff: a device that is out of memory does not end a run; a size is halved, and the work is repeated.
 
-Which work is repeated, and from where:
+There are two levers, each halved after a failure and doubled after blocks that succeed, up to its first value:
 
-* a layer in the solver, from its statistics, which are still there: with smaller slices of rows;
-* a part of a stage, from the cached inputs of its block: with fewer layers at once, then with smaller slices of a
-  layer's rows or experts. Where the stage has advanced for some batches, the pipeline restarts, as after a kill: layers
+* the samples of a batch, for passes over the data;
+* the rows of a slice: the layers, rows or experts whose statistics one pass collects, and the rows of a layer that the
+  solver processes at once.
+
+A failed pass halves the statistics first if they fill much of the device, else the batches, and the statistics where a
+batch has one sample. A failed solver halves its slices, then the statistics collected in one pass. Caches that fill
+much of the device, or the last size that can become smaller, move half by half to the place behind it. Work that cannot
+become smaller is tried once more, with the memory that the failure released; then the device's error ends the run (see
+`enough_memory`). The report has a note on each. Only smaller batches change results, by the rounding of the model.
+
+The work that is repeated, and its start:
+
+* a layer in the solver, from its statistics, which are still there;
+* a part of a stage, from the cached inputs of its block, which are cut into the new batches. Where the stage has
+  advanced for some batches, or its caches cannot be cut or have to move, the pipeline restarts, as after a kill: layers
   that have results are not collected again;
-* the pipeline, from its first stage: with fewer bytes of caches on the device, or with smaller batches;
-* a recovery, from the block where it was: with smaller batches;
-* a step of learning a rotation: with its cached inputs in host memory.
+* other passes, from the first stage of their pipeline;
+* a recovery, from the block where it was; a step of learning a rotation, with its cached inputs in host memory.
 
-Large pieces are halved first: layers that are collected together, then caches, then batches, and then small pieces;
-slices of a layer come last, since each takes a pass. Smaller batches change results by the rounding of the model.
-Nothing grows again in a run. Work that cannot be halved is tried once more, with the memory that the failure released;
-then the device's error ends the run (see `enough_memory`). Each change is noted for the report.
-
-Several processes halve alike and repeat a part together, because they agree at its ends (`Backoff.together`,
+Several processes decide alike and repeat a part together, because they agree at its ends (`Backoff.together`,
 `Backoff.must_repeat`). A process that is out of memory between two collectives cannot repeat its work alone, unless the
-work is cut into pieces that lie between two collectives each (`Backoff.between_collectives`).
+work is cut into pieces that lie between two collectives each (`Backoff.with_smaller_slices`).
 """
 
 import copy
@@ -28,31 +34,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..calibration.merging import Owner, merge_statistics
+from ..calibration.observer import merge_statistics
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
+from ..distributed.sharing import Merger, Owner
 from ..errors import MoonshotError, Text, one_line
-from ..objective.row_slices import SliceLimit, limited
+from ..objective.linalg import SliceLimit, limited
 
 Value = TypeVar("Value")
 Hooks = TypeVar("Hooks", bound=AbstractContextManager[Any])  # an observer
-Halving = tuple[int, int]  # bytes that were used at once, and that may be from here on
-# Statistics or caches that take no more than one part in so many of the budget do not fill the device.
+# Statistics or caches of at most one part in so many of the budget do not fill the device.
 SMALL = 8
-# The pieces that become smaller, in this order; after those of `RESTARTING` the pipeline starts over.
-WAYS = ("large rounds", "large caches", "batches", "rounds", "chunks", "caches", "again")
-RESTARTING = ("large caches", "batches", "caches")
-_CHANGES = {
-    "rounds": "statistics gathered at once halved",
-    "caches": "caches on the device halved",
-    "batches": "batches halved, which changes results by rounding",
-    "chunks": "rows or experts gathered at once halved",
-    "slices": "rows solved at once halved",
-    "kept": "what it keeps there",
-    "again": "tried again with what was free then",
-}
 SMALLER = Text("lower {}, {} or {}", "max_memory", "batch_size", "num_samples")
 
 
@@ -61,7 +55,7 @@ class PassTooLarge(torch.OutOfMemoryError):
 
 
 class Restart(Exception):
-    """The pipeline has to start over: its batches or caches are smaller, or a stage has advanced for some batches."""
+    """The pipeline has to restart: its caches move or cannot be cut anew, or a stage has advanced for some batches."""
 
 
 @contextmanager
@@ -76,38 +70,73 @@ def enough_memory(hint: Text = SMALLER) -> Iterator[None]:
 
 
 @dataclass
-class _Halved:
-    """How a kind of pieces became smaller."""
+class Lever:
+    """A size that is halved where memory runs out, and doubled after blocks that succeed, up to its first value.
 
-    where: str  # at first
-    first: str
-    last: str
-    times: int = 0
+    A size that fails as soon as it has been doubled is doubled after twice as many blocks the next time, so that a
+    lasting shortage costs few failures.
+    """
 
-    def describe(self, kind: str, device: torch.device) -> str:
+    change: str  # for the report
+    unit: str = ""  # of the size; "": bytes
+    size: int | None = None  # at most; None: no limit
+    first: int = 0  # that failed
+    least: int = 0
+    where: str = ""  # the first failure
+    times: int = 0  # that it was halved
+    patience: int = 1  # blocks that succeed before it is doubled
+    succeeded: int = 0  # since the last change
+    doubled: bool = False  # since the last block
+
+    def halve(self, where: str, present: int, half: int) -> None:
+        """Limit the size to half of the present one."""
+        if not self.times:
+            self.where, self.first, self.least = where, present, half
+        self.patience *= 2 if self.doubled else 1
+        self.size = half if self.size is None else min(self.size, half)
+        self.first, self.least = max(self.first, present), min(self.least, half)
+        self.times, self.succeeded, self.doubled = self.times + 1, 0, False
+
+    def grow(self) -> None:
+        """After a block that succeeded, double the size for the next one."""
+        self.doubled, self.succeeded = False, self.succeeded + 1
+        if self.size is not None and self.succeeded >= self.patience:
+            self.size = None if 2 * self.size >= self.first else 2 * self.size
+            self.succeeded, self.doubled = 0, True
+
+    def describe(self, device: torch.device) -> str:
+        """The note for the report."""
         often = "once" if self.times == 1 else f"{self.times} times, first"
-        change = f", from {self.first} to {self.last}" if self.first else ""
-        return f"out of memory on {device} {often} at {self.where}: {_CHANGES[kind]}{change}"
+        note = f"out of memory on {device} {often} at {self.where}: {self.change}"
+        if not self.first:
+            return note
+        first, least = (str(size) if self.unit else _bytes(size) for size in (self.first, self.least))
+        restored = f", and later {first} again" if self.size is None else ""
+        return f"{note}, from {first}{self.unit and ' '}{self.unit} to {least}{restored}"
 
 
 class Backoff:
-    """The sizes of a run's pieces, which shrink with the storage's budget; `where` names work in the report."""
+    """The levers of a run; `where` names work in the report."""
 
     def __init__(self, storage: Storage, ranks: Ranks = SINGLE_PROCESS):
         self.storage, self.ranks, self.device = storage, ranks, storage.device
         self.small = storage.limits[self.device] // SMALL
-        self.samples: int | None = None  # of a batch, at most
-        self.limit = SliceLimit()  # of a solver's slices of rows
+        self.samples = Lever("batches halved, which changes results by rounding", "samples")
+        self.rows = Lever("statistics collected in one pass halved")
+        self.slices = Lever("rows solved at once halved")
+        self.caches = Lever("caches on the device halved")  # it does not grow again
+        self.moved = Lever("its cached inputs moved off the device")
+        self.again = Lever("tried again with what was free then")
         self.failure: str | None = None  # message of the device in the current part
         self.in_solver = False  # where it failed
         self.cached = 0  # bytes of caches on the device then
-        self.changes: dict[str, _Halved] = {}
         self.notes: list[str] = []  # the changes in all processes, for the report; see `share`
-        self.repeated_at: set[str] = set()  # where work that cannot be halved was tried once more
+        self.retried: set[str] = set()  # where work that cannot become smaller was tried once more
 
     def share(self) -> None:
         """Gather the notes of all processes, and the bytes that they have spilled."""
-        changes = [change.describe(kind, self.device) for kind, change in self.changes.items()]
+        levers = self.samples, self.rows, self.slices, self.caches, self.moved, self.again
+        changes = [lever.describe(self.device) for lever in levers if lever.times]
         processes = self.ranks.all_gather_object((changes, self.storage.spilled))
         gathered, spilled = [notes for notes, _ in processes], sum(size for _, size in processes)
         common = [note for note in gathered[0] if all(note in notes for notes in gathered)]
@@ -121,6 +150,10 @@ class Backoff:
         single = copy.copy(self)
         single.ranks = SINGLE_PROCESS
         return single
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all processes; small, and picklable."""
+        return self.ranks.all_gather_object(value)
 
     def solves(self, owner: Owner) -> bool:
         """Whether this process takes part in solving a layer."""
@@ -149,29 +182,21 @@ class Backoff:
             self.cached, message = self.storage.cached, one_line(error)
         failures = [each for each in self.ranks.all_gather_object(message) if each is not None]
         if failures:
+            self.failure, self.in_solver = failures[0], False
             raise PassTooLarge(failures[0])
 
     @contextmanager
-    def passing(self, observer: Hooks, merge: Callable[[Any, Ranks], None] = merge_statistics) -> Iterator[Hooks]:
+    def passing(self, observer: Hooks, merge: Callable[[Any, Merger], None] = merge_statistics) -> Iterator[Hooks]:
         """Like `together`, under an observer's hooks; `merge` then adds the statistics of all processes."""
         with self.together(), observer:
             yield observer
         if self.ranks.size > 1:
-            merge(observer, self.ranks)
-
-    def pass_failed(self, error: PassTooLarge, where: str, batches: Sequence[Batch]) -> None:
-        """After a pass outside of parts: halve its batches or caches.
-
-        Raises:
-            torch.OutOfMemoryError: nothing is left to be halved.
-        """
-        self.failure, self.in_solver = str(error), False
-        self._halve(where, batches)
+            merge(observer, Merger(self.ranks))
 
     def with_smaller_batches(
         self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]
     ) -> Value:
-        """Work of this process that starts over, or from its kept results, with smaller batches or caches.
+        """Work of this process that starts over, or from its stored results, with smaller batches or caches.
 
         Raises:
             torch.OutOfMemoryError: nothing is left to be halved, or a collective has taken place meanwhile.
@@ -184,13 +209,13 @@ class Backoff:
             if self.ranks.barriers_passed != barriers:
                 raise torch.OutOfMemoryError(message)
             self.failure, self.in_solver = message, False
-            self._halve(where, batches(), single=True)
+            self.shrink(where, batches(), ranks=SINGLE_PROCESS)
             self.release()
 
-    def with_more_memory(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
+    def with_more_memory(self, where: str, work: Callable[[], Value], spill: Callable[[], int]) -> Value:
         """Work of this process alone, which changes nothing where it fails, and starts over with more free memory.
 
-        `offload` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
+        `spill` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
 
         Raises:
             torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
@@ -200,12 +225,53 @@ class Backoff:
             if message is None:
                 return value  # type: ignore[return-value]
             self.release()
-            if moved := offload():
-                self._note("kept", where, _bytes(moved), "none")
+            if moved := spill():
+                self.moved.halve(where, moved, 0)
             elif not self._once_more(where):
                 raise torch.OutOfMemoryError(message)
 
     # Parts of a stage
+
+    def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
+        """Solve a layer, with smaller and smaller slices while there is too little memory; False if that is not enough.
+
+        `must_repeat` is True then. `work` does not change the statistics; no other process takes part if it is `alone`.
+
+        Raises:
+            torch.OutOfMemoryError: other processes take part, which would wait in vain; or a pass for a slice of the
+                layer did not fit.
+        """
+        barriers = self.ranks.barriers_passed
+        try:
+            self.with_smaller_slices(where, work)
+            return True
+        except PassTooLarge:
+            raise
+        except torch.OutOfMemoryError as error:
+            if self.ranks.barriers_passed != barriers or (not alone and self.ranks.size > 1):
+                raise
+            self.failure, self.in_solver = str(error), True
+            return False
+
+    def with_smaller_slices(self, where: str, work: Callable[[], Value]) -> Value:
+        """Work of this process on a layer, with smaller and smaller slices of rows while there is too little memory.
+
+        Raises:
+            torch.OutOfMemoryError: the smallest slices did not fit, or a collective has taken place meanwhile.
+        """
+        while True:
+            barriers, limit = self.ranks.barriers_passed, SliceLimit(self.slices.size)
+            with limited(limit):
+                value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
+            if message is None:
+                return value  # type: ignore[return-value]
+            if self.ranks.barriers_passed != barriers:
+                raise torch.OutOfMemoryError(message)
+            self.release()
+            if largest := limit.largest:
+                self.slices.halve(where, largest, largest // 2)
+            elif not self._once_more(where):
+                raise torch.OutOfMemoryError(message)
 
     def part_failed(self, error: Exception) -> None:
         """After a part that ended with an error; `must_repeat` then says that it has to be repeated.
@@ -218,35 +284,6 @@ class Backoff:
             raise error
         self.failure, self.in_solver = one_line(error), False
 
-    def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
-        """Solve a layer, with smaller and smaller slices while there is too little memory; False if that is not enough.
-
-        `must_repeat` is True then. `work` does not change the statistics; no other process takes part if it is `alone`.
-
-        Raises:
-            torch.OutOfMemoryError: other processes take part, which would wait in vain; or a pass for a slice of the
-                layer did not fit.
-        """
-        barriers = self.ranks.barriers_passed
-        _, message = self._sliced(where, work)
-        if message is None:
-            return True
-        if self.ranks.barriers_passed != barriers or (not alone and self.ranks.size > 1):
-            raise torch.OutOfMemoryError(message)
-        self.failure, self.in_solver = message, True
-        return False
-
-    def between_collectives(self, where: str, work: Callable[[], Value]) -> Value:
-        """Work of one of several processes on a layer that others solve with it, between two collectives.
-
-        Raises:
-            torch.OutOfMemoryError: the smallest slices did not fit, or a collective has taken place meanwhile.
-        """
-        value, message = self._sliced(where, work)
-        if message is not None:
-            raise torch.OutOfMemoryError(message)
-        return value  # type: ignore[return-value]
-
     def must_repeat(self) -> bool:
         """Whether the part that has ended has to be repeated, in all processes the same."""
         self.cached = self.storage.cached
@@ -257,45 +294,68 @@ class Backoff:
         return bool(failures)
 
     def shrink(
-        self,
-        where: str,
-        batches: Sequence[Batch],
-        layers: Halving | None = None,
-        slices: Halving | None = None,
-        advanced: bool = False,
-    ) -> None:
-        """After a part that all processes have left: halve the next piece that can be halved.
+        self, where: str, batches: Sequence[Batch], rows: tuple[int, int] | None = None, ranks: Ranks | None = None
+    ) -> str:
+        """Halve the first size that can become smaller, in all processes the same, after a failure that all know.
 
-        `layers` are the bytes of layers that were collected together, `slices` those of a single layer's slices.
+        Args:
+            where: the failure was.
+            batches: of the pass.
+            rows: bytes of the statistics that the pass collected, and bytes for half as many layers, rows or experts.
+            ranks: the processes that take part; None: all processes of the run.
+
+        Returns:
+            The kind of the change: "samples", "rows", "caches" or, where the work is tried once more, "again".
 
         Raises:
-            Restart: the pipeline has to start over.
-            torch.OutOfMemoryError: nothing is left to be halved.
+            torch.OutOfMemoryError: no size can become smaller.
         """
-        restarts = self._halve(where, batches, layers, slices)
-        if any(self.ranks.all_gather_object(advanced)) or restarts:
-            raise Restart
-        self.release()
+        message, self.failure = self.failure, None
+        samples = max(map(batch_size, batches), default=1)
+        here = samples, -self.small, self.cached, where in self.retried
+        gathered = (self.ranks if ranks is None else ranks).all_gather_object(here)
+        samples, small, cached, retried = map(max, zip(*gathered, strict=True))
+        cached = cached if self.storage.next_place else 0
+        order = [
+            ("rows", rows is not None and rows[0] > -small),
+            ("caches", cached > -small),
+            ("samples", samples > 1 and not self.in_solver),
+            ("rows", rows is not None),
+            ("caches", cached > 0),
+            ("again", not retried),
+        ]
+        kind = next((kind for kind, possible in order if possible), None)
+        if kind is None:
+            raise torch.OutOfMemoryError(message)
+        if kind == "samples":
+            self.samples.halve(where, samples, (samples + 1) // 2)
+        elif kind == "rows" and rows is not None:
+            self.rows.halve(where, *rows)
+            self.storage.most = self.rows.size and 2 * self.rows.size  # a part uses half of it
+        elif kind == "caches":
+            self.storage.caches = cached // 2
+            self.caches.halve(where, cached, cached // 2)
+        else:
+            self._once_more(where)
+        return kind
 
-    def _sliced(self, where: str, work: Callable[[], Value]) -> tuple[Value | None, str | None]:
-        """Like `_attempted`, but with smaller and smaller slices while that helps and no collective has taken place."""
-        while True:
-            barriers, self.limit.largest = self.ranks.barriers_passed, 0
-            with limited(self.limit):
-                value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
-            if message is None or self.ranks.barriers_passed != barriers:
-                return value, message
-            self.release()
-            if largest := self.limit.largest:
-                self._note("slices", where, _bytes(largest), _bytes(largest // 2))
-                self.limit.most = largest // 2
-            elif not self._once_more(where):
-                return None, message
+    def grow(self, recut: Callable[[Sequence[Batch]], bool], batches: Callable[[], Sequence[Batch]]) -> None:
+        """After a block that succeeded, double the sizes that were halved, for the next block.
+
+        `recut` continues with other batches of the same samples, or returns False where it cannot. No collective.
+        """
+        before = self.samples.size
+        for lever in (self.samples, self.rows, self.slices):
+            if lever.times:
+                lever.grow()
+        if self.samples.size != before and not recut(batches()):
+            self.samples.size = before
+        self.storage.most = self.rows.size and 2 * self.rows.size  # a part uses half of it
 
     def _attempted(
         self, work: Callable[[], Value], but: type[Exception] | tuple[()] = ()
     ) -> tuple[Value | None, str | None]:
-        """The value of some work, or the device's message; the error and what its traceback refers to are freed."""
+        """The value of some work, or the device's message; the error and the tensors in its traceback are freed."""
         try:
             return work(), None
         except Exception as error:
@@ -305,60 +365,12 @@ class Backoff:
             return None, one_line(error)
 
     def _once_more(self, where: str) -> bool:
-        """Whether work that cannot be halved may be tried once more."""
-        if where in self.repeated_at:
+        """Whether work that cannot become smaller may be tried once more."""
+        if where in self.retried:
             return False
-        self.repeated_at.add(where)
-        self._note("again", where, "", "")
+        self.retried.add(where)
+        self.again.halve(where, 0, 0)
         return True
-
-    def _halve(
-        self,
-        where: str,
-        batches: Sequence[Batch],
-        layers: Halving | None = None,
-        slices: Halving | None = None,
-        single: bool = False,
-    ) -> bool:
-        """Halve the first of `WAYS` that all processes (or a single one) can; whether the pipeline has to restart."""
-        message, self.failure = self.failure, None
-        samples = max(map(batch_size, batches), default=1)
-        caches = (self.cached, self.cached // 2) if self.cached and self.storage.next_place else None
-        ways = [  # the present and the halved size of each; None where it cannot be halved
-            layers if layers is not None and layers[0] > self.small else None,
-            caches if self.cached > self.small else None,
-            (samples, (samples + 1) // 2) if samples > 1 and not self.in_solver else None,
-            layers,
-            slices,
-            caches,
-            None if where in self.repeated_at else (0, 0),
-        ]
-        first = next((index for index, sizes in enumerate(ways) if sizes is not None), len(ways))
-        first = first if single else self.ranks.all_reduce_min(first)
-        if first == len(ways):
-            raise torch.OutOfMemoryError(message)
-        way, sizes = WAYS[first], ways[first]
-        if sizes is not None:  # else another process halves its pieces
-            self._apply(way, where, *sizes)
-        return way in RESTARTING
-
-    def _apply(self, way: str, where: str, before: int, after: int) -> None:
-        kind = way.removeprefix("large ")
-        if kind == "again":
-            self._once_more(where)
-        elif kind == "batches":
-            self.samples = after
-            self._note(kind, where, f"{before} samples", f"{after}")
-        else:
-            if kind == "caches":
-                self.storage.caches = after
-            else:
-                self.storage.most = 2 * after  # of which a part uses half
-            self._note(kind, where, _bytes(before), _bytes(after))
-
-    def _note(self, kind: str, where: str, before: str, after: str) -> None:
-        change = self.changes.setdefault(kind, _Halved(where, before, after))
-        change.last, change.times = after, change.times + 1
 
 
 def _bytes(size: int) -> str:

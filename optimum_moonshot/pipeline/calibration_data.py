@@ -22,12 +22,14 @@ from .selection import Selection, Subject
 LOGITS_BYTES = 2 * 2**30
 
 
-def read_data(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
+def read_data(
+    subject: Subject, selection: Selection, calibration: Any, samples_folder: RunFolder | None
+) -> CalibrationData:
     """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
     model, config = subject.model, selection.config
     written = SelfCalibration.of(calibration)
     if written is not None:
-        data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
+        data = load_self(model, subject.tokenizer, selection, written, samples_folder, subject.progress)
         return with_room(data, selection, model)
     gradients = selection.needs_losses
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}

@@ -26,7 +26,7 @@ def mean_loss(prepared: Prepared) -> float:
     losses = backoff.with_smaller_batches(
         "the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches
     )
-    sums = prepared.subject.ranks.all_gather_object(losses)
+    sums = backoff.gather(losses)
     backoff.share()
     return sum(total for total, _ in sums) / sum(count for _, count in sums)
 
@@ -54,9 +54,7 @@ def _sum_of_losses(prepared: Prepared) -> tuple[float, int]:
 
 def mean_of(prepared: Prepared, losses: Sequence[Tensor | None]) -> float | None:
     """The mean of losses that this and other processes have computed batch by batch; None if any is missing."""
-    ranks = prepared.subject.ranks
-    if ranks.size > 1:
-        gathered = ranks.all_gather_object([None if loss is None else loss.cpu() for loss in losses])
-        losses = [loss for of_process in gathered for loss in of_process]
+    gathered = prepared.backoff.gather([None if loss is None else loss.cpu() for loss in losses])
+    losses = [loss for of_process in gathered for loss in of_process]
     present = [loss for loss in losses if loss is not None]
     return float(torch.cat(present).mean()) if present and len(present) == len(losses) else None

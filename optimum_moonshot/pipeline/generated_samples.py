@@ -35,15 +35,15 @@ def load_self(
     tokenizer: Any,
     selection: Selection,
     source: SelfCalibration,
-    kept: RunFolder | None,
+    folder: RunFolder | None,
     progress: bool,
 ) -> CalibrationData:
     """Exactly `num_samples` samples that the dense model writes, or that it wrote before the run was interrupted.
 
-    The tokenizer is for prompts, and may be None without. `kept` is a folder for the samples alone, or None.
+    The tokenizer is for prompts, and may be None without. `folder` is for the samples alone.
 
     Raises:
-        MoonshotError: a model that does not write from left to right, prompts that cannot be used, or no BOS token.
+        MoonshotError: a model that is not a causal language model, prompts that cannot be used, or no BOS token.
     """
     config, name = selection.config, type(model).__name__
     message = f"{name} is not a causal language model: give data instead"
@@ -58,20 +58,20 @@ def load_self(
             sizes = config.num_samples, length
             return write_samples(model, beginnings, ends, source, *sizes, config.seed, progress, notes)
 
-    if kept is None:
+    if folder is None:
         ids = write()
     else:
         values = {**asdict(source), "prompts": None, "ends": sorted(ends), "beginnings": beginnings}
         settings = json.dumps([values, config.num_samples, length, config.seed])
         weights = model_parts(model, model_sums(model, selection.structure.blocks))
         parts = {"the samples": {"settings": settings}, **weights, "the model's function": _function(model)}
-        ids = _kept(kept, parts, write, notes)
+        ids = _stored(folder, parts, write, notes)
     batches = [{"input_ids": part} for part in ids.split(config.batch_size)]
     return CalibrationData(batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes))
 
 
 def writes(model: nn.Module) -> bool:
-    """Whether a model writes text from left to right."""
+    """Whether a model is a causal language model."""
     able = getattr(model, "can_generate", None)
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return able is not None and bool(able()) and not encoder_decoder and not takes_images(model)
@@ -86,8 +86,8 @@ def _function(model: nn.Module) -> dict[str, str]:
         return function_values(model, model(input_ids=tokens, use_cache=False), {"input_ids": tokens})
 
 
-def _kept(folder: RunFolder, parts: Parts, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
-    """The samples of an interrupted run, or new ones, which are kept."""
+def _stored(folder: RunFolder, parts: Parts, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
+    """The samples of an interrupted run, or new ones, which are stored."""
     same = folder.open(parts)
     try:
         for _, report, tensors in folder.saved(SAMPLES) if same else ():

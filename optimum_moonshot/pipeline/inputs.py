@@ -18,7 +18,7 @@ from ..model.layers import Block, onloaded_in_turn
 from ..model.offload import RESIDENT
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
 from .backoff import Backoff
-from .block_probe import Extras, probe_blocks
+from .block_sequences import Extras, probe_blocks
 from .calibration_data import check_without_data, one_by_one, read_data, two_samples
 from .run_folder import RunFolder
 from .selection import Selection, Subject, check_weight
@@ -36,8 +36,8 @@ class BlockProbe(NamedTuple):
 class Prepared:
     """A model that was checked, data that were read, and a budget of memory.
 
-    `selection` determines which statistics are collected: those serve every variant whose layers are the same, whose
-    solver is the same, and whose λ is not smaller.
+    `selection` determines which statistics are collected. They serve every variant with the same layers, the same
+    solver and a λ that is not smaller.
     """
 
     subject: Subject
@@ -45,7 +45,7 @@ class Prepared:
     data: CalibrationData | None
     storage: Storage
     backoff: Backoff
-    kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
+    samples_folder: RunFolder | None = None  # of samples that the model has generated, if any
     block_probe: "BlockProbe | None" = None  # where blocks are offloaded
 
     @property
@@ -68,9 +68,9 @@ class Prepared:
         """The calibration batches of this process, as small as the device's memory requires; none without data.
 
         Processes share whole batches: a model's rounding depends on the shape of a batch, in bfloat16 so much that the
-        masks would differ from those of one process.
+        masks would differ from the masks of one process.
         """
-        samples = self.backoff.samples
+        samples = self.backoff.samples.size
         return self._shard if samples is None else split_batches(self._shard, samples)
 
     @cached_property
@@ -92,9 +92,9 @@ class Prepared:
 
     @cached_property
     def function(self) -> dict[str, str]:
-        """The `function_values` of the dense model, those of a first pass where blocks are offloaded; {} without data.
+        """The `function_values` of the dense model, from the first pass where blocks are offloaded; {} without data.
 
-        Compute them before the model changes: they are those of the first access. A caller's loss may need labels,
+        The first access computes them, and has to come before the model changes. A caller's loss may need labels,
         which data have only where losses are needed.
         """
         if self.block_probe is not None or self.data is None:
@@ -114,14 +114,16 @@ def sample_folder(
     return RunFolder(folder, field).for_samples(of_one_run=field == "resume_dir")
 
 
-def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
+def prepare(
+    subject: Subject, selection: Selection, calibration: Any, samples_folder: RunFolder | None = None
+) -> Prepared:
     """Check the model, which stays as it is, and read the data; of several processes the first one reads them for all.
 
-    `calibration` is as for `MoonshotPruner.prune`. `kept` is a folder for samples that the model writes, or None.
+    `calibration` is as for `MoonshotPruner.prune`. `samples_folder` is for samples that the model generates.
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another
-            process has another model or configuration; too little memory to look at a sample.
+            process has another model or configuration; too little memory for a pass over a sample.
     """
     config, ranks = selection.config, subject.ranks
     require(
@@ -142,7 +144,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
             ranks.check_equal(part, values)
     data = None
     if calibration is not None and subject.ranks.is_main:
-        data = read_data(subject, selection, calibration, kept)
+        data = read_data(subject, selection, calibration, samples_folder)
         data = data if offloaded else with_samples_shown(subject, selection, data)
     data = ranks.broadcast_object(data)
     if data is not None:
@@ -150,8 +152,8 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     if data is None:
         check_without_data(selection)
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
-    kept = kept if SelfCalibration.of(calibration) is not None else None
-    prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), kept)
+    samples_folder = None if SelfCalibration.of(calibration) is None else samples_folder
+    prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), samples_folder)
     prepared = _with_block_probe(prepared) if offloaded else prepared
     if ranks.size > 1:
         ranks.check_equal("the model's function", prepared.function)
@@ -164,7 +166,7 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
     structure, extras = selection.structure, None
     sums, function = dict[str, str](), dict[str, str]()
 
-    def look(block: Block) -> None:
+    def check(block: Block) -> None:
         for layer in block.layers:
             check_weight(layer)
         sums.update(block_sums(block))
@@ -175,13 +177,13 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
         if data is None:
             for block in structure.blocks:
                 with block.onloaded():
-                    look(block)
+                    check(block)
         else:
             two = two_samples(selection, data)
             probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
             losses = selection.needs_losses
-            looked = probe_blocks(subject.model, structure.blocks, probe, losses, subject.loss, look)
-            extras, unshown, function = looked
+            arguments = probe, losses, subject.loss, check
+            extras, unshown, function = probe_blocks(subject.model, structure.blocks, *arguments)
             if two is not None:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
                 data = one_by_one(data, unshown)

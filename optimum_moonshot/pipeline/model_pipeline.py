@@ -1,21 +1,141 @@
-"""The stages of a whole model: those of its sequential blocks, then the layers outside of them."""
+"""The stages of a whole model: its sequential blocks, then the layers outside of them.
+
+`ModelPipeline` observes the dense model. With ``recompute`` it observes the already pruned prefix: the paper's "++"
+(MOONSHOT, arXiv 2604.13287, "Hessian Recomputation"), by `RecomputePipeline`. The blocks are then pruned first to last.
+The inputs of a block's layers, and the gradients of their outputs, come from a model whose blocks before it are pruned
+and whose blocks from it on are dense; all layers of a block are observed before one is pruned, as in SparseGPT. Pruned
+weights are in the model only during a pass, while the device holds them beside the dense ones (of one block, or of the
+whole prefix where the blocks are not sequential).
+
+Cost over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be observed and pruned to
+compute the next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block
+passes backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is
+alive at a time), and L passes of the head; one-shot statistics need L backwards and 2L forwards.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..model.calls import frozen
-from ..model.layers import PrunableLayer, all_onloaded
+from ..model.layers import PrunableLayer, Structure, all_onloaded
+from ..model.losses import Loss
 from ..progress import progress_bar
-from .block_sequences import BlockSequence, BlockSequences, find_block_sequences, parameters_read
+from .block_sequences import BlockSequence, BlockSequences, Extras, find_block_sequences, parameters_read
 from .inputs import Prepared
-from .recompute import RecomputePipeline
-from .stages import FullModelPipeline, OpenStage, Stage
-from .walk import BlockStage, Walk
+from .walk import BlockStage, FullModelPipeline, OpenStage, PassObserver, Stage, Walk
+
+Layers = tuple[PrunableLayer, ...]
+
+
+@contextmanager
+def swapped_weights(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[None]:
+    """Meanwhile the layers have other weights, `weight(layer)` [d_out, d_in]; their tensors are restored on exit."""
+    original = []
+    try:
+        for layer in layers:
+            parameter, matrix = layer.parameter, weight(layer)
+            original.append((parameter, parameter.data))
+            parameter.data = torch.empty_like(parameter.data)
+            layer.assign(matrix)
+        yield
+    finally:
+        for parameter, data in original:
+            parameter.data = data
+
+
+class _RecomputeStage(BlockStage):
+    """A block that is observed dense behind pruned ones, and advances with its pruned weights to the next, if any."""
+
+    def __init__(self, recompute: "RecomputePipeline", blocks: Walk, index: int, has_next: bool):
+        super().__init__(blocks, index)
+        self.recompute, self.has_next = recompute, has_next
+
+    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
+        """Like `BlockStage.observe`, but without advancing; the gradients come from the dense blocks behind it."""
+        recompute, blocks, index = self.recompute, self.walk, self.index
+        assert observer is not None
+        if not observer.gradients:
+            super().observe(observer)
+            recompute.forward += 1
+            return
+        blocks.run_from(index, observer)
+        behind = recompute.last - index
+        recompute.forward += 2 * (1 + behind)
+        recompute.backward += 1 + behind
+
+    def advance(self) -> None:
+        if self.has_next:
+            with swapped_weights(self.layers, self.recompute.weight):
+                self.walk.forward(self.index)
+            self.recompute.forward += 1
+            self.advanced = True
+        self.walk.calls[self.index] = []
+
+
+@dataclass(eq=False)
+class RecomputePipeline:
+    """Stages in the order of pruning; see the module's docstring.
+
+    Blocks that are not sequential, and layers outside of blocks, are observed by passes of the whole model with the
+    prefix pruned; every layer outside of blocks is a stage of its own, behind all blocks.
+    """
+
+    model: nn.Module  # frozen
+    structure: Structure
+    batches: Sequence[Batch]
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    storage: Storage  # of the caches
+    weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
+    gradients: bool  # whether any layer needs them
+    extras: Extras | None  # with which the blocks, all in one sequence, can return their input; None where they cannot
+
+    def __post_init__(self) -> None:
+        self.blocks, self.last = self.structure.blocks, len(self.structure.blocks) - 1
+        self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
+
+    @property
+    def cost(self) -> str:
+        """The passes that the stages took, for the report."""
+        parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
+        parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
+        return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
+
+    def __iter__(self) -> Iterator[Stage]:
+        """One stage per block, from the first to the last with layers, then one per layer outside of blocks."""
+        inside, done = [block.layers for block in self.blocks if block.layers], Layers()
+        tied = any(len(layer.modules) > 1 for layers in inside for layer in layers)
+        if inside and self.extras is not None and not tied:
+            yield from self._blocks()
+            inside, done = [], sum(inside, ())
+        for layers in (*inside, *((layer,) for layer in self.structure.outside)):
+            yield OpenStage(layers, partial(self._run_whole, done))
+            done += layers
+
+    def _blocks(self) -> Iterator[Stage]:
+        blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, self.extras)
+        observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
+        blocks.capture_arguments()
+        for i in range(observed[0]):
+            with self.blocks[i].onloaded():
+                blocks.forward(i)
+        self.forward += observed[0]
+        for i in observed:
+            yield _RecomputeStage(self, blocks, i, i < observed[-1])
+
+    def _run_whole(self, done: Layers, observer: PassObserver) -> None:
+        with swapped_weights(done, self.weight):
+            full = FullModelPipeline(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
+            full.run(observer)
+        self.whole += 1
+
 
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
 READ = (
@@ -41,7 +161,7 @@ class ModelPipeline:
     prepared: Prepared
     results: Results  # the layers that lack one are observed
     # The pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the pruned prefix;
-    # None for those of the dense model.
+    # None for statistics of the dense model.
     weight: Callable[[PrunableLayer], Tensor] | None = None
     notes: list[str] = field(default_factory=list)  # for the report, after the last stage
     # ℓ_n of the dense model, by batch of this process, where a backward pass starts from them; after the last stage.
@@ -62,10 +182,19 @@ class ModelPipeline:
                 if self.results.lacks(layer):
                     self.results.skip(layer)
             for sequence in sequences.sequential:
-                yield from self._captured(walk_over(prepared, sequence, prepared.batches, gradients))
+                walk = walk_over(prepared, sequence, prepared.batches, gradients)
+                total, shown = len(walk.batches), prepared.subject.progress
+                with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
+                    walk.progress = bar.update
+                    walk.capture()
+                self.losses = self.losses or walk.losses
+                for stage in walk.stages():
+                    yield stage
+                    prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
             if others or structure.outside:
-                full = self._full_model(others + structure.outside)
+                layers, loss = others + structure.outside, prepared.subject.loss
+                full = FullModelPipeline(prepared.model, structure.blocks, prepared.batches, gradients, loss, layers)
                 yield from full
                 self.losses = self.losses or full.losses
             if others:
@@ -89,22 +218,10 @@ class ModelPipeline:
         pipeline = RecomputePipeline(
             prepared.model, structure, prepared.batches, loss, prepared.storage, weight, gradients, extras
         )
-        yield from pipeline
+        for stage in pipeline:
+            yield stage
+            prepared.backoff.grow(stage.recut, lambda: prepared.batches)
         self.notes.append(pipeline.cost)
-
-    def _full_model(self, layers: Sequence[PrunableLayer]) -> FullModelPipeline:
-        prepared, selection = self.prepared, self.prepared.selection
-        blocks, loss = selection.structure.blocks, prepared.subject.loss
-        return FullModelPipeline(prepared.model, blocks, prepared.batches, selection.needs_gradients, loss, layers)
-
-    def _captured(self, walk: Walk) -> list[BlockStage]:
-        """The stages of a walk; a bar shows the passes before the first one."""
-        total, shown = len(walk.batches), self.prepared.subject.progress
-        with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
-            walk.progress = bar.update
-            walk.capture()
-        self.losses = self.losses or walk.losses
-        return walk.stages()
 
     def reason(self, layer: PrunableLayer) -> str:
         """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""

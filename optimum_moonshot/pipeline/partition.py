@@ -1,22 +1,169 @@
-"""The parts of a stage: which statistics one pass collects, and which process solves each layer.
+"""The statistics that a run collects, and the parts of a stage: what one pass collects, and who solves a layer.
 
+`StatisticsSpec` gives the form and the bytes of each layer's statistics, by the solver, λ and the patterns.
 A part is a value, made by one pure function of the layers, their bytes, the memory and the number of processes. It is
 either some layers whose statistics fit in memory together, or a single layer that exceeds the memory, with the slices
 of its rows or experts that are collected one pass at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
-from ..calibration.accumulators import GradientPlan
-from ..calibration.merging import Owner
-from ..distributed.ranks import shards
+from ..calibration.accumulators import GradientPlan, numbers_per_row
+from ..distributed.sharing import Owner, divide, rows_of_processes
 from ..model.layers import PrunableLayer
-from .spec import StatisticsSpec
+from ..objective.linalg import split_range
+from ..objective.patterns import NM, Pattern, Unstructured
+from ..solvers import Solver
+from .selection import Selection
 
-# Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
-UNEVEN = 1.1
+# Weights of a matrix below which exchanging scores between processes takes about as long as solving it.
+LEAST_SHARDED = 2**16
+
+
+class Slicing(NamedTuple):
+    """How the statistics of a layer can be collected some rows, or some experts, at a time."""
+
+    pieces: int  # rows or experts; 1 where the layer cannot be sliced
+    fixed: int  # bytes that every slice needs
+    each: int  # bytes of a row or an expert
+
+
+@dataclass(eq=False)
+class StatisticsSpec:
+    """The statistics of a run."""
+
+    solver: Solver  # whose objective they form
+    patterns: Mapping[str, Sequence[Pattern]]  # of each layer, by its name, all that it will be pruned by
+    lams: Mapping[str, float]  # λ by layer
+    samples: int  # N, calibration samples in all
+    under_calibrated_experts: str = "all"  # as in `MoonshotConfig`
+    shared: bool = False  # whether the rows of a layer share its Fisher matrix
+
+    @classmethod
+    def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
+        """The statistics of a selection's layers, with its λ and solver."""
+        lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
+        config = selection.config
+        under_calibrated, shared = config.under_calibrated_experts, selection.fisher == "shared"
+        return cls(selection.solver, patterns, lams, samples, under_calibrated, shared)
+
+    @property
+    def keeps_routing(self) -> bool:
+        """Whether all experts keep the statistics of the model's routing, so that no second pass is needed."""
+        return self.under_calibrated_experts == "routed"
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the diagonals of G and the gradients' squares are enough."""
+        return self.solver.objective.diagonal_only
+
+    def needs_gradients(self, layer: PrunableLayer) -> bool:
+        """Whether λ < 1."""
+        return self.lams[layer.name] < 1
+
+    def needs_rows(self, layer: PrunableLayer) -> bool:
+        """Whether every row has a Fisher term of its own."""
+        return self.needs_gradients(layer) and not self.plan(layer).shared
+
+    def plan(self, layer: PrunableLayer) -> GradientPlan:
+        """The smaller form of a layer's gradients: matrices of its rows, with as many samples as a row has inputs.
+
+        That of the samples serves patterns whose column blocks differ. A matrix that all rows share is smaller still.
+        """
+        if self.shared and not self.diagonal:
+            competing = any(isinstance(pattern, Unstructured) for pattern in self.patterns[layer.name])
+            return GradientPlan(shared=True, squares=competing)
+        d_in = layer.shape[1]
+        sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
+        compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
+        return GradientPlan(column_block=max(sizes) if compressed else None)
+
+    def bytes_of(self, layer: PrunableLayer) -> int:
+        """Bytes of a layer's statistics."""
+        return self.gram_bytes(layer) + self.gradient_bytes(layer)
+
+    def gram_bytes(self, layer: PrunableLayer) -> int:
+        """Bytes of its Gram matrices, or of their diagonals."""
+        d_in = layer.shape[1]
+        return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
+
+    def gradient_bytes(self, layer: PrunableLayer, plan: GradientPlan | None = None) -> int:
+        """Bytes of its gradients by a plan, which may have the rows of a slice; None is the plan of the whole layer."""
+        if not self.needs_gradients(layer):
+            return 0
+        plan = self.plan(layer) if plan is None else plan
+        d_out, d_in = layer.shape
+        if plan.shared:
+            return self.gram_bytes(layer) + 4 * d_out * d_in * plan.squares
+        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
+        return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
+
+    def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
+        """How a layer, with statistics of `size` bytes in this process, can be collected in slices."""
+        if layer.separate:
+            return Slicing(layer.groups, 0, -(-size // layer.groups))
+        if not self.needs_rows(layer) or not self.solver.ranks_removals:
+            return Slicing(1, self.bytes_of(layer), 0)
+        return Slicing(layer.shape[0], self.gram_bytes(layer), self.gradient_bytes(layer) // layer.shape[0])
+
+    def slices(self, layer: PrunableLayer, size: int, memory: int) -> tuple[slice, ...]:
+        """The rows or experts of each pass, for a layer that exceeds the memory; empty where one pass serves.
+
+        `size` is the bytes of its statistics in this process, `memory` the bytes that may be used.
+        """
+        if layer.separate:
+            if layer.groups == 1:
+                return ()
+            return tuple(split_range(0, layer.groups, max(1, memory * layer.groups // size)))
+        if self.slicing(layer, size).pieces == 1:
+            return ()
+        rows = row_slices_within(layer, self.plan(layer), self.samples, memory - 4 * layer.groups * layer.shape[1] ** 2)
+        return () if len(rows) == 1 else tuple(rows)
+
+    def shards_rows(self, layer: PrunableLayer) -> bool:
+        """Whether processes can solve a matrix together, some of the rows each."""
+        d_out, d_in = layer.shape
+        able = self.solver.ranks_removals or self.solver.by_rows
+        able = able and all(isinstance(pattern, Unstructured | NM) for pattern in self.patterns[layer.name])
+        return able and layer.groups == 1 and d_out * d_in >= LEAST_SHARDED
+
+    def cost(self, layer: PrunableLayer, processes: int = 1) -> float:
+        """The `solving_cost` of a layer with its own patterns and samples."""
+        samples = self.samples if self.needs_rows(layer) else 0
+        return solving_cost(self.solver, layer, self.patterns[layer.name], samples, processes)
+
+
+def row_slices_within(layer: PrunableLayer, plan: GradientPlan, samples: int, memory: int) -> list[slice]:
+    """Rows whose gradients of N samples fit in the memory: whole groups of a grouped convolution, or a part of one."""
+    d_out, d_in = layer.shape
+    size, count = d_out // layer.groups, max(1, memory // (4 * numbers_per_row(d_in, samples, plan.column_block)))
+    if count >= size:
+        return split_range(0, d_out, count // size * size)
+    return [rows for first in range(0, d_out, size) for rows in split_range(first, first + size, count)]
+
+
+def solving_cost(
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], samples: int = 0, processes: int = 1
+) -> float:
+    """A rough estimate of the operations of a layer, to balance the load of processes.
+
+    Every process factorizes a matrix in d_in³ operations; then a row takes d_in², with gradients of N `samples` that
+    times N, at most d_in. Solvers that remove the weights of a row one by one take d_in³ for each row. One elimination
+    serves a family of patterns. Each of the `processes` solves some of the rows.
+    """
+    d_out, d_in = layer.shape
+    matrices = layer.groups if layer.separate else 1
+    rows, samples = -(-d_out // (matrices * processes)), min(samples, d_in)
+    if solver.objective.diagonal_only:
+        operations = rows * d_in
+    elif solver.ranks_removals:
+        operations = rows * d_in**2 * (d_in + samples)
+    else:
+        operations = d_in**3 + rows * d_in**2 * max(1, samples)
+    return float(matrices * operations * len({solver.family(pattern) for pattern in patterns}))
 
 
 @dataclass(frozen=True)
@@ -62,18 +209,21 @@ def partition(
     return parts
 
 
-def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """The bytes that a part collects at once, and half of them, for its layers and for the slices of a single layer."""
+def halved(part: Part, spec: StatisticsSpec) -> tuple[int, int] | None:
+    """The bytes that one pass collects for a part, and the bytes for half as many layers, rows or experts.
+
+    None if a pass collects a single one already.
+    """
     if not part.sizes:  # without data
-        return None, None
+        return None
     if len(part.layers) > 1:
         total = sum(part.sizes)
-        return (total, max(total // 2, *part.sizes)), None
+        return total, max(total // 2, *part.sizes)
     slicing = spec.slicing(part.layers[0], part.sizes[0])
     width = max((each.stop - each.start for each in part.slices), default=slicing.pieces)
     if width == 1:
-        return None, None
-    return None, (slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each)
+        return None
+    return slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each
 
 
 def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int, most: int) -> int:
@@ -106,10 +256,15 @@ def layer_owners(
     whole = [layer for layer in layers if not _has_experts(layer)]
     sharded = [spec.cost(layer, processes) if shards_rows(layer, spec, processes) else None for layer in whole]
     divided = divide([cost(layer) for layer in whole], sharded, processes)
-    owners = {layer.name: owner for layer, owner in zip(whole, divided, strict=True)}
-    return tuple(
-        rows_of_processes(layer, processes) if (owner := owners.get(layer.name)) is None else owner for layer in layers
-    )
+    solvers = {layer.name: owner for layer, owner in zip(whole, divided, strict=True) if owner is not None}
+
+    def owner(layer: PrunableLayer) -> Owner:
+        if layer.name in solvers:
+            return solvers[layer.name]
+        rows = layer.shape[0]
+        return rows_of_processes(rows, layer.groups if layer.separate else rows, processes)
+
+    return tuple(map(owner, layers))
 
 
 def _has_experts(layer: PrunableLayer) -> bool:
@@ -119,40 +274,3 @@ def _has_experts(layer: PrunableLayer) -> bool:
 def shards_rows(layer: PrunableLayer, spec: StatisticsSpec, processes: int) -> bool:
     """Whether several processes can solve a matrix together, some of its rows each."""
     return layer.shape[0] >= processes > 1 and spec.shards_rows(layer)
-
-
-def rows_of_processes(layer: PrunableLayer, processes: int) -> tuple[slice, ...]:
-    """The rows of each process, by rank: whole experts where there are several."""
-    groups = layer.groups if layer.separate else layer.shape[0]
-    size = layer.shape[0] // groups
-    return tuple(slice(shard.start * size, shard.stop * size) for shard in shards(groups, processes))
-
-
-def assign(costs: Sequence[float], processes: int) -> list[int]:
-    """The process that does each task: the most expensive task first, to the process with the least load."""
-    load, owners = [0.0] * processes, [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        owners[index] = min(range(processes), key=lambda process: load[process])
-        load[owners[index]] += costs[index]
-    return owners
-
-
-def divide(costs: Sequence[float], parts: Sequence[float | None], processes: int) -> list[int | None]:
-    """Like `assign`, but all processes (None) share the most expensive tasks, no more of them than balance requires.
-
-    `parts` has the cost for each process where all share a task; None where they cannot.
-    """
-    shareable = [index for index, part in enumerate(parts) if part is not None]
-    shareable.sort(key=lambda index: -costs[index])
-    candidates: list[tuple[float, list[int | None]]] = []
-    for count in range(len(shareable) + 1):
-        shared = shareable[:count]
-        whole = [index for index in range(len(costs)) if index not in shared]
-        owners: list[int | None] = [None] * len(costs)
-        load = [0.0] * processes
-        for index, owner in zip(whole, assign([costs[index] for index in whole], processes), strict=True):
-            owners[index] = owner
-            load[owner] += costs[index]
-        candidates.append((max(load) + sum(parts[index] or 0.0 for index in shared), owners))
-    least = min(load for load, _ in candidates)
-    return next(owners for load, owners in candidates if load <= UNEVEN * least)

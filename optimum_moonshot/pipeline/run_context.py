@@ -75,7 +75,7 @@ def _check_writable(model: nn.Module) -> None:
     require(not inference, message, field="model", hint="load it under torch.no_grad()")
     for name, parameter in model.named_parameters():
         shared = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
-        message = f"entries of {name} share their memory, as those of expand() do"
+        message = f"entries of {name} share their memory, as after expand()"
         require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
 
 
@@ -116,7 +116,7 @@ def check_not_running(model: nn.Module, call: str) -> None:
 
 @contextmanager
 def holding_variant(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the model has the weights of a variant, and `check_idle` refuses calls."""
+    """A context in which the model has the weights of a variant, and `check_idle` raises an error."""
     _APPLIED[model] = _APPLIED.get(model, 0) + 1
     try:
         yield
@@ -127,7 +127,7 @@ def holding_variant(model: nn.Module) -> Iterator[None]:
 
 
 def check_idle(model: nn.Module, call: str) -> None:
-    """Check that a call which changes or saves weights is outside of runs and of `applied`, which would replace them.
+    """Check that a call that changes or saves weights is outside of runs and of `applied`, which would replace them.
 
     Raises:
         MoonshotError: it is inside.

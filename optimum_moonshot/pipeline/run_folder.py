@@ -69,7 +69,7 @@ class RunFolder:
             parts: everything that the results depend on, by section and name.
 
         Returns:
-            True if the folder contains results of the same run, False if those of another one were set aside, None if
+            True if the folder contains results of the same run, False if results of another run were set aside, None if
             there were none.
 
         Raises:
@@ -118,7 +118,7 @@ class RunFolder:
         return resumes
 
     def _set_aside(self, parts: Parts) -> bool:
-        """Move the results to `earlier`, and bring those of this run back; return whether there are any."""
+        """Move the results to `earlier`, and restore earlier results of this run; return whether there are any."""
         earlier, unfinished = self.path / _EARLIER, self.path / (_EARLIER + UNFINISHED)
         self._remove_all(unfinished)
         _move_results(self.path, unfinished)
@@ -209,7 +209,7 @@ class RunFolder:
         self._lock.release(force=True)
 
     def discard(self) -> None:
-        """Delete the run's files, and the folder if it is empty then; keep those of another run that started since."""
+        """Delete the run's files, and the folder if it is empty then, unless another run has started there since."""
         with contextlib.suppress(OSError, MoonshotError):
             self._acquire()
             try:

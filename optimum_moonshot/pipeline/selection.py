@@ -26,10 +26,10 @@ ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the b
 
 @dataclasses.dataclass(frozen=True)
 class DenseTeacher:
-    """The dense model that a recovery reproduces, where parts of it left before the run."""
+    """The dense model that a recovery reproduces, where parts of it were removed before the run."""
 
     model: nn.Module
-    removed: tuple[int, ...] = ()  # the blocks that left, by their indices in it
+    removed: tuple[int, ...] = ()  # the blocks that were removed, by their indices in it
     basis: Tensor | None = None  # [d, d']: a hidden state h of it is h @ basis in the run's model; None: h itself
 
 
@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def narrowed(self) -> bool:
-        """Whether directions of the residual stream left before the run, so that every block differs."""
+        """Whether directions of the residual stream were removed before the run, so that every block differs."""
         return self.teacher is not None and self.teacher.basis is not None
 
 
@@ -65,6 +65,7 @@ class Selection:
     patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; before an allocation
     lam: float  # the configuration's, or the default for this kind of model
     fisher: str  # likewise: "rows" or "shared"
+    kind: str  # of the model's inputs, on which defaults depend: "vision" or "language"
     notes: tuple[str, ...] = ()
 
     @property
@@ -75,15 +76,15 @@ class Selection:
 
     @property
     def layers(self) -> list[PrunableLayer]:
-        """In the order of pruning: those of the blocks, then those outside of them."""
+        """In the order of pruning: the layers of the blocks, then the layers outside of them."""
         return list(self.structure.layers())
 
     def lam_of(self, layer: PrunableLayer) -> float:
-        """λ of a layer: 1 where the Fisher loss is the attention's alone and the layer is none of it."""
+        """λ of a layer: 1 where the Fisher loss is restricted to attention and the layer does not belong to it."""
         return self.lam if self.config.fisher_layers == "all" or layer.attention else 1.0
 
     def on_grid(self, pattern: Pattern, layer: PrunableLayer) -> Pattern:
-        """A pattern of a layer with the grid of its survivors: that of an allocation, else the configuration's."""
+        """A pattern of a layer with the grid of its survivors: from an allocation, else from the configuration."""
         grid = pattern.grid if self.config.has_budget else self.config.grid
         return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(layer.parameter.dtype))
 
@@ -103,27 +104,18 @@ class Selection:
         return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
 
     def loss_notes(self, loss: Loss | None) -> list[str]:
-        """A note on the loss, where it is used and is that of a model without a head."""
+        """A note on the loss, where it is used and the model has no head."""
         return [f"Fisher loss: {loss}"] if self.needs_losses and isinstance(loss, OutputLoss) else []
 
-    def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
+    def with_lam(self, config: MoonshotConfig) -> "Selection":
         """The same layers and patterns by a configuration that differs in λ alone."""
-        return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
+        return dataclasses.replace(self, config=config, lam=config.resolve_lam(self.kind))
 
     def of_the_dense_model(self, lam: float) -> "Selection":
         """The same layers, all at one λ, by statistics of the dense model: for passes before the run."""
         return dataclasses.replace(
             self, config=dataclasses.replace(self.config, fisher_layers="all", recompute=False), lam=lam
         )
-
-
-def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
-    """λ of a configuration on a model: the default depends on the kind of its inputs."""
-    return config.resolve_lam(_kind(model))
-
-
-def _kind(model: nn.Module) -> str:
-    return "vision" if takes_images(model) else "language"
 
 
 def select(model: nn.Module, config: MoonshotConfig) -> Selection:
@@ -148,8 +140,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
     _check_grids(structure, config)
-    lam, fisher = resolved_lam(config, model), config.resolve_fisher(_kind(model))
-    return Selection(config, solver, structure, patterns, lam, fisher, tuple(notes))
+    kind = "vision" if takes_images(model) else "language"
+    lam, fisher = config.resolve_lam(kind), config.resolve_fisher(kind)
+    return Selection(config, solver, structure, patterns, lam, fisher, kind, tuple(notes))
 
 
 def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
@@ -170,7 +163,8 @@ def select_experts(model: nn.Module, config: MoonshotConfig) -> Selection:
     pattern = config.parsed_pattern
     assert isinstance(pattern, Experts)
     patterns = dict.fromkeys((layer.name for layer in structure.layers()), pattern)
-    return Selection(config, config.make_solver(), structure, patterns, resolved_lam(config, model), "rows")
+    kind = "vision" if takes_images(model) else "language"
+    return Selection(config, config.make_solver(), structure, patterns, config.resolve_lam(kind), "rows", kind)
 
 
 def check_dense(model: nn.Module, change: str, verb: str, field: str | None = None) -> None:
@@ -183,7 +177,7 @@ def check_dense(model: nn.Module, change: str, verb: str, field: str | None = No
         field: that demands it.
 
     Raises:
-        MoonshotError: the change would fill the zeros of a pruned model, and leave the grid of a quantized one.
+        MoonshotError: the change would fill the zeros of a pruned model, or move quantized weights off their grids.
     """
     record = PruningRecord.of(model)
     if record is None:

@@ -48,7 +48,7 @@ class SlicedRows(ABC):
         """The quadratic of every slice, with its rows, counted from the first row of this process."""
 
     def all_rows(self, pattern: Pattern) -> Pattern:
-        """The pattern, whose scores compete with those of the rows that other processes solve."""
+        """The pattern, whose scores compete with the scores of the rows that other processes solve."""
         return pattern
 
     def agreed(self, work: Callable[[], Value]) -> Value:
@@ -139,7 +139,7 @@ class CollectedRows(SlicedRows):
         return self.whole[size]
 
     def _collect(self, index: int, totals: int | None) -> LayerStatistics:
-        """The statistics of a slice, whose gradients are cached in place of those of another."""
+        """The statistics of a slice, whose gradients replace the cached gradients of another slice."""
         self.cached = None
         statistics = self.collect(self.slices[index], totals)
         assert isinstance(statistics.gradients, Fisher)
@@ -173,7 +173,7 @@ class FailedElsewhere(FactorizationError):
 
 @dataclass(frozen=True)
 class _OfAllRows(Unstructured):
-    """The scores of a process's rows compete with those of all others."""
+    """The scores of a process's rows compete with the scores of all other rows."""
 
     shard: "ShardedRows" = field(kw_only=True, repr=False, compare=False)
 
@@ -262,10 +262,10 @@ class ShardedRows(SlicedRows):
 
     def _piece(self, work: Callable[[], Value]) -> Value:
         """Work between two collectives, repeated with smaller slices of rows where the memory does not suffice."""
-        return self.backoff.between_collectives(self.layer.name, work)
+        return self.backoff.with_smaller_slices(self.layer.name, work)
 
     def _raise_failures(self) -> None:
-        """Raise the failure of another process, each of which says whether it has one."""
+        """Raise the failure of another process, if any; all processes call this together."""
         for failure in self.ranks.all_gather_object(None):
             if failure is not None:
                 raise FailedElsewhere(failure)
@@ -322,12 +322,12 @@ class ShardedExperts:
         return self.all_gather(parts)
 
     def all_gather(self, parts: Sequence[Value]) -> list[Value]:
-        """The values of all experts, of which `parts` has those of this process's."""
+        """The values of all experts; `parts` are the values of this process's experts."""
         return [part for shard in self.ranks.all_gather_object(list(parts)) for part in shard]
 
 
 def sharded(layer: PrunableLayer, statistics: LayerStatistics, rows: tuple[slice, ...], backoff: Backoff) -> Statistics:
-    """The experts or the rows (those of each process, by rank) of a layer that this process solves."""
+    """The experts or rows of a layer that this process solves; `rows` are the rows of each process, by rank."""
     if layer.separate:
         return ShardedExperts(statistics, backoff.ranks, layer.groups)
     return ShardedRows(layer, statistics, rows[backoff.ranks.rank], backoff)

@@ -51,7 +51,7 @@ Statistics = LayerStatistics | RowStatistics | ExpertStatistics
 def solve_layer(
     solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
 ) -> list[SolvedLayer]:
-    """Prune a dense layer by several patterns, each with a result; one elimination serves those that it can.
+    """Prune a dense layer by several patterns, each with a result; one elimination serves as many patterns as possible.
 
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
@@ -101,7 +101,7 @@ def _of_expert(pattern: Pattern, index: int, size: int) -> Pattern:
 
 
 def join_experts(weight: Tensor, parts: Sequence[SolvedLayer]) -> SolvedLayer:
-    """The result of a layer from those of its experts: their losses add up; `weight` [d_out, d_in] has all of them."""
+    """The result of a layer from the results of its experts, whose losses add up; `weight` is [d_out, d_in]."""
     lam = Counter(part.lam for part in parts).most_common(1)[0][0]
     noted: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
@@ -201,6 +201,6 @@ def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, dtype: tor
 
 
 def total_losses(parts: Iterable[RelativeLoss]) -> RelativeLoss:
-    """The losses of a layer from those of its parts, all relative to the loss of the whole layer at W = 0."""
+    """The losses of a layer from the losses of its parts, relative to the loss of the whole layer at W = 0."""
     reconstruction, fisher, total = zip(*parts, strict=True)
     return RelativeLoss(sum(reconstruction), None if None in fisher else sum(fisher), sum(total))

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..mapped import SpillFile
 from ..model.layers import NamedParameter, PrunableLayer
 from ..objective.loss_allocation import LossCurve
+from ..objective.patterns import sparsity_of
 from ..packing import weight_of
 from ..packing.spill_codec import decode_spilled, encode_spilled, spill_tensor
 from ..reports.prune_report import BlockReport, LayerReport
@@ -57,7 +58,7 @@ class ResultStore:
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # of recovered blocks
         self.recovered: dict[str, tuple[str, ...]] = {}  # block → its layers and parameters with recovered values
-        self.parameters: set[str] = set()  # the names of those that are not matrices of pruned layers
+        self.parameters: set[str] = set()  # names of recovered parameters that are not matrices of pruned layers
         self.curves: dict[str, LossCurve] = {}  # of layers, for an allocation
         self.files: dict[str, Path] = {}  # with each layer's latest weight, and each parameter
         self.notes: list[str] = []
@@ -253,8 +254,3 @@ class ResultStore:
         """Delete the files, once the results are saved in the model or a checkpoint."""
         if self.folder is not None:
             self.folder.discard()
-
-
-def sparsity_of(weight: Tensor) -> float:
-    """The fraction of zeros in a weight, of any shape; `(weight == 0).sum()` would allocate temporaries."""
-    return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()

@@ -16,8 +16,8 @@ from ..errors import MoonshotError
 from ..model.experts import ExpertsLayer
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
-from .spec import StatisticsSpec
-from .stages import Stage
+from .partition import StatisticsSpec
+from .walk import Stage
 
 # An expert is under-calibrated with fewer tokens than one for this many inputs.
 INPUTS_PER_TOKEN = 4
@@ -73,7 +73,7 @@ class UnderCalibratedExperts:
                 stage.observe(observer)
             except MoonshotError:
                 computable = False
-        if not self.backoff.ranks.all_reduce_min(computable):
+        if not all(self.backoff.gather(computable)):
             return set()  # these experts are pruned by magnitude
         reached = {key: expert for key, expert in experts.items() if observer.reached(expert)}
         for expert in reached.values():

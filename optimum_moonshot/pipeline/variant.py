@@ -1,13 +1,13 @@
 """One way to prune on prepared data, with its results: a run has one, a sweep and a sparsity path have many.
 
-Below, the exchange of results between processes, each of which solves some of the layers.
+The functions below exchange results between processes that solve some of the layers each.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from ..model.weight_sums import LOSSES, model_parts, model_sums
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
+from ..reports.measurement import versions
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
+from ..reports.record import PruningRecord
 from ..rotate.report import RotationReport
 from .inputs import Prepared
 from .run_context import holding_variant
 from .run_folder import Parts
-from .run_report import attach_report
 from .selection import Selection
 from .store import ResultStore
 
@@ -70,8 +71,23 @@ class Variant:
         field: str,
         spilling: bool = False,
     ) -> "Variant":
-        """A variant with the store of `open_store`; its selection has another λ, pattern or sparsity at most."""
-        store = open_store(prepared, selection, folder, field, spilling)
+        """A variant whose selection differs from that of the prepared run by λ, pattern or sparsity at most.
+
+        Its store is in `folder`, named by `field` in messages; without one in memory, or in a temporary file where
+        `spilling` or blocks are on disk. Of several processes, the first one's is in the folder. The same settings,
+        model and data have their results there again.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        ranks = prepared.subject.ranks
+        folder = ranks.broadcast_object(folder)
+        parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
+        spilling = spilling or is_on_disk(selection.structure.blocks)
+        own_folder = folder if ranks.is_main else None
+        store = ResultStore(own_folder, parts, field, spilling, spill_to=selection.config.offload_dir)
+        if folder is not None and ranks.size > 1:
+            store.share(ranks.broadcast_object)
         return cls(prepared.model, selection, store, prepared.notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
@@ -99,7 +115,7 @@ class Variant:
         return self.selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
 
     def written(self) -> Iterator[tuple[Weights, list[Written]]]:
-        """The layers and parameters with results, by the weights of their block; last those outside of the blocks."""
+        """The layers and parameters with results, by the weights of their block; last those outside of blocks."""
         structure, names = self.selection.structure, sorted(self.store.parameters)
         for block in (*structure.blocks, None):
             layers = structure.outside if block is None else block.layers
@@ -108,11 +124,6 @@ class Variant:
             parameters = [NamedParameter.of(self.model, name) for name in inside]
             pruned = [layer for layer in layers if layer.name not in self.skipped]
             yield RESIDENT if block is None else block.weights, [*pruned, *parameters]
-
-    def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's result, a weight [d_out, d_in] on any device, and add up the time that it took."""
-        self.solving += report.seconds
-        self.store.put(report, weight)
 
     def commit(self, keep: bool = False) -> None:
         """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
@@ -131,7 +142,7 @@ class Variant:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Meanwhile the model has the results' weights; dense again on exit."""
+        """A context in which the model has the pruned weights; it is dense again on exit."""
         rotated = nullcontext() if self.rotated is None else self.rotated.applied()
         with holding_variant(self.model), rotated:
             dense = _swap(self, self.store.weight)
@@ -232,37 +243,14 @@ def run_parts(prepared: Prepared, selection: Selection) -> Parts:
     return {"the configuration": selection.settings, "the data": data, **model, "the model's function": function}
 
 
-def open_store(
-    prepared: Prepared,
-    selection: Selection,
-    folder: str | os.PathLike[str] | None,
-    field: str,
-    spilling: bool = False,
-) -> ResultStore:
-    """A store in `folder`; without one in memory, or in a temporary file where `spilling` or blocks are on disk.
-
-    Of several processes, the first one's is in the folder. The same settings, model and data have their results there
-    again. `field` is the folder's argument, for messages.
-
-    Raises:
-        MoonshotError: the folder holds other files, or cannot be written.
-    """
-    ranks, structure = prepared.subject.ranks, selection.structure
-    folder = ranks.broadcast_object(folder)
-    parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
-    spilling, spill_to = spilling or is_on_disk(structure.blocks), selection.config.offload_dir
-    store = ResultStore(folder if ranks.is_main else None, parts, field, spilling, spill_to)
-    if folder is not None and ranks.size > 1:
-        store.share(ranks.broadcast_object)
-    return store
-
-
 def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Sequence[PrunableLayer]) -> int:
     """Exchange results: `solved` are the layers of this process; returns how many others have their results now.
 
     Of a layer that several processes have solved, all keep the first one's result: all end with the same bits.
     """
     ranks = prepared.subject.ranks
+    if ranks.size == 1:
+        return 0
     reports = [
         (index, variant.store.reports[layer.name])
         for layer in solved
@@ -292,7 +280,9 @@ def _broadcast(prepared: Prepared, store: ResultStore, each: Written, rank: int)
 
 
 def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list[tuple[int, str, LossCurve]]) -> None:
-    """Exchange loss curves: `measured` are those of this process, by the variant's index and the layer's name."""
+    """Exchange loss curves: `measured` has this process's curves, by the variant's index and the layer's name."""
+    if prepared.subject.ranks.size == 1:
+        return
     for curves in reversed(prepared.subject.ranks.all_gather_object(measured)):  # the first process takes precedence
         for index, name, curve in curves:
             variants[index].store.put_curve(name, curve)
@@ -320,3 +310,51 @@ def broadcast_first(prepared: Prepared, work: Callable[[], Value]) -> Value:
     """The result of work that the first process does while the others wait, in all processes."""
     ranks = prepared.subject.ranks
     return ranks.broadcast_object(cast(Value, work() if ranks.is_main else None))
+
+
+def attach_report(
+    prepared: Prepared,
+    selection: Selection,
+    layers: list[LayerReport],
+    seconds: dict[str, float],
+    notes: Iterable[str],
+    offload_note: str | None = None,
+    report: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
+) -> PruneReport:
+    """The report of a run; its record is attached to the pruned model.
+
+    `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` come before the notes on
+    memory and processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
+    """
+    config, processes = selection.config, prepared.backoff.ranks.size
+    alone = ["the rotation was learned"] if config.rotation is not None else []
+    alone += ["the blocks were recovered"] if config.recover not in (None, "distill") else []
+    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
+    batches = processes if prepared.data is None else len(prepared.data.batches)
+    idle = f"; {processes - batches} without samples: lower batch_size" if batches < processes else ""
+    pruned = PruneReport(
+        config={**config.to_dict(), "offload_dir": None},  # a published report contains no local folders
+        layers=layers,
+        calibration=None if prepared.data is None else prepared.data.describe(),
+        seconds=seconds,
+        peak_memory=max(layer.peak_memory for layer in layers),
+        versions=versions(),
+        notes=[
+            *notes,
+            *prepared.backoff.notes,
+            *([offload_note] if offload_note else []),
+            *([f"{processes} processes shared the samples and the layers{idle}{by_one}"] if processes > 1 else []),
+        ],
+        **(report or {}),
+    )
+    PruningRecord(
+        config=pruned.config,
+        solver_options=config.hyperparameters(),
+        lam=selection.lam,
+        sparsity=pruned.sparsity,
+        calibration=pruned.calibration,
+        versions=pruned.versions,
+        **(record or {}),
+    ).attach(prepared.model)
+    return pruned

@@ -1,5 +1,7 @@
-"""A walk over sequential blocks: one of them is alive at a time, at a cost per block that the depth does not change.
+"""Stages of a model, where layers are observed on all calibration data, repeatedly, until a stage advances.
 
+`FullModelPipeline` has a single stage that runs the entire model, for layers outside of sequential blocks. A `Walk` has
+one stage for each of some sequential blocks: one of them is alive at a time, and a block costs the same at any depth.
 The arguments of the blocks except their hidden state, such as masks and rotary tables, are captured first, by a pass in
 which the blocks return their input and compute nothing. Then
 
@@ -16,11 +18,12 @@ blocks compute, a forward pass of the whole model captures arguments, inputs and
 The model stays dense until the last visit is done (one-shot), so the order does not change the statistics.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +33,6 @@ from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import trim_host_memory
 from ..model.calls import (
-    Arguments,
     BlockCall,
     first_tensor,
     join_hidden,
@@ -40,10 +42,112 @@ from ..model.calls import (
     to_device,
     without_caches,
 )
-from ..model.layers import Block, all_onloaded, onloaded_in_turn
+from ..model.layers import Block, PrunableLayer, all_onloaded, onloaded_in_turn
 from ..model.losses import Loss, loss_gradient, token_mask
-from .block_probe import Extras, passing_on
-from .stages import PassObserver
+from .block_sequences import Extras, passing_on
+
+
+class PassObserver(Protocol):
+    """An observer of a pass over the data: every batch is announced to it."""
+
+    @property
+    def gradients(self) -> Mapping[str, object]:
+        """The statistics of gradients, by layer; empty where no backward pass is needed."""
+
+    def begin(self, first: int, count: int, mask: Tensor | None) -> None:
+        """Announce a batch of `count` samples, numbered from `first` on.
+
+        The mask, bool [B, T], is True where a token counts; None where all do.
+        """
+
+    def end(self) -> None:
+        """Add the gradients of the batch."""
+
+
+class PipelineStage(Protocol):
+    """A place in a model that a pipeline visits, and then advances to the next."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        """A context in which the weights of the layers are in the model."""
+
+    def advance(self) -> None:
+        """Give the next stage its inputs, or output gradients, unless a pass has done so; called last."""
+
+
+class Stage(PipelineStage, Protocol):
+    """A place in a model where the layers are observed and solved."""
+
+    @property
+    def layers(self) -> Sequence[PrunableLayer]:
+        """The layers that can be observed here."""
+
+    @property
+    def advanced(self) -> bool:
+        """Whether the caches of some batches belong to the next stage already: no other pass is possible here."""
+
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
+        """Pass all data under the hooks of an entered observer, and optionally advance in the same pass."""
+
+    def recut(self, batches: Sequence[Batch]) -> bool:
+        """Continue with other batches of the same samples; False where that is not possible."""
+
+
+@dataclass(eq=False)
+class OpenStage:
+    """A stage without a next one, so that it can be observed at any time."""
+
+    layers: Sequence[PrunableLayer]
+    run: Callable[[PassObserver], None]  # passes all data under an observer's hooks
+    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext
+    advanced: ClassVar[bool] = False
+
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
+        self.run(observer)
+
+    def recut(self, batches: Sequence[Batch]) -> bool:
+        return False
+
+    def advance(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class FullModelPipeline:
+    """One stage, which runs the entire model, and its backward pass where gradients are needed."""
+
+    model: nn.Module
+    blocks: Sequence[Block]  # all of the model's
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    layers: Sequence[PrunableLayer] = ()  # of the stage; without any there is none
+    passes: int = 0  # over all data, so far
+
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
+
+    def __iter__(self) -> Iterator[Stage]:
+        if self.layers:
+            yield OpenStage(self.layers, self.run)
+
+    def run(self, observer: PassObserver) -> None:
+        """Pass all data; without a backward pass where the observer needs no gradients."""
+        gradients = self.gradients and bool(observer.gradients)
+        self.passes += 1
+        with all_onloaded(self.blocks) if gradients else onloaded_in_turn(self.blocks):
+            first = 0
+            for index, batch in enumerate(self.batches):
+                batch = to_device(batch, model_device(self.model))
+                count = batch_size(batch)
+                observer.begin(first, count, token_mask(batch))
+                with torch.set_grad_enabled(gradients):
+                    output = run_model(self.model, batch)
+                    if gradients:
+                        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+                        if logits.requires_grad:  # else nothing that is observed has a gradient
+                            torch.autograd.backward(logits, gradient)
+                observer.end()
+                first += count
 
 
 class Stop(Exception):
@@ -56,7 +160,7 @@ class BlockStage:
     def __init__(self, walk: "Walk", index: int):
         self.walk, self.index, self.block = walk, index, walk.blocks[index]
         self.layers, self.module, self.onloaded = self.block.layers, self.block.module, self.block.onloaded
-        self.advanced = False
+        self.recut, self.advanced = walk.recut, False
         # Whether another stage of the walk follows.
         self.has_next = index > walk.lowest if walk.gradients else index < walk.highest
 
@@ -76,9 +180,13 @@ class BlockStage:
                 output = first_tensor(self.module(*args, **kwargs))
                 if output.requires_grad:
                     torch.autograd.backward(output, walk.deltas[index].to(output.device))
-            if advance:
+            if advance:  # give the next stage its input, or the gradient of its output, in the memory of this one's
                 self.advanced = True
-                walk.propagate(self.index, index, output, hidden.grad)
+                if walk.gradients:
+                    assert hidden.grad is not None
+                    walk.deltas[index].copy_(hidden.grad)
+                else:
+                    walk.calls[self.index + 1][index].hidden = call.hidden.copy_(output.detach())
             del hidden, args, kwargs, output  # before the observer and the next batch need memory
             if observer is not None:
                 observer.end()
@@ -118,17 +226,6 @@ class Walk:
         order = range(self.lowest, self.highest + 1)
         return [BlockStage(self, i) for i in (reversed(order) if self.gradients else order)]
 
-    def propagate(self, i: int, index: int, output: Tensor, gradient: Tensor | None) -> None:
-        """Give the next stage its input, or the gradient of its output, in the memory of this one's.
-
-        `output` is that of block i on a batch, `gradient` that of its input, where the stages run backward.
-        """
-        if self.gradients:
-            assert gradient is not None
-            self.deltas[index].copy_(gradient)
-        else:
-            self.calls[i + 1][index].hidden = self.calls[i][index].hidden.copy_(output.detach())
-
     def capture(self) -> None:
         """Cache what the first visit needs: arguments, inputs, and with gradients the last block's output gradient."""
         if self.extras is not None:
@@ -151,28 +248,71 @@ class Walk:
             stage = BlockStage(self, j)
             with stage.onloaded():
                 stage.observe(None, True)
-            for index in range(len(self.batches)):
-                self.calls[j][index].hidden = torch.empty(0)
+            for call in self.calls[j]:
+                call.hidden = call.hidden.to("meta")
         BlockStage(self, i).observe(observer)
 
-    def capture_arguments(self) -> None:
-        """The arguments of every block on every batch, and the input of the first, while blocks return their input."""
+    def recut(self, batches: Sequence[Batch]) -> bool:
+        """Continue with other batches of the same samples; False where the cached tensors do not have samples as rows.
 
-        def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._keep(i, args, kwargs, with_hidden=i == 0)
-            if i == self.highest:
-                raise Stop  # the head is the largest product of a small model
+        Arguments are captured anew, which computes no block.
+        """
+        if self.extras is None:
+            return False
+        earlier, before, sizes = self.calls, self.batches, [*map(batch_size, batches)]
+        self.calls, self.batches = [[] for _ in self.blocks], batches
+        self.capture_arguments(cached=())
+        cached = [i for i, calls in enumerate(earlier) if calls and not calls[0].hidden.is_meta]
+        for i in cached:
+            shapes = {tuple(call.hidden.shape[1:]) for call in (*earlier[i], *self.calls[i])}
+            counts = [len(call.hidden) for call in earlier[i]], [len(call.hidden) for call in self.calls[i]]
+            if len(shapes) > 1 or counts != ([*map(batch_size, before)], sizes):
+                self.calls, self.batches = earlier, before
+                return False
+        for i, calls in enumerate(earlier):
+            if not calls:
+                self.calls[i] = []  # its stage is done
+            elif i in cached:
+                states = self._cut([call.hidden for call in calls], f"{self.blocks[i].name}: inputs")
+                for call, state in zip(self.calls[i], states, strict=True):
+                    call.hidden = state
+            calls.clear()
+        self.deltas = self._cut(self.deltas, "output gradients") if self.deltas else []
+        return True
 
+    def _cut(self, tensors: list[Tensor], what: str) -> list[Tensor]:
+        """Cached tensors of the earlier batches for the present ones; the list is emptied to free them in turn."""
+        rows = deque(row for tensor in tensors for row in tensor)
+        tensors.clear()
+        count = map(batch_size, self.batches)
+        return [self.storage.put(torch.stack([rows.popleft() for _ in range(size)]), what) for size in count]
+
+    def capture_arguments(self, cached: Container[int] = (0,)) -> None:
+        """The arguments of every block on every batch, and the inputs of some, while blocks return their input.
+
+        The pass ends at the last block that is observed: the head is the largest product of a small model.
+        """
         assert self.extras is not None
+        keep = partial(self._keep, cached, self.highest)
         with torch.no_grad(), onloaded_in_turn(self.around), passing_on(self.blocks, self.extras):
             for batch in self.batches:
                 self._run_hooked(to_device(batch, model_device(self.model)), keep)
 
-    def _keep(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], with_hidden: bool) -> None:
-        """Cache the call of a block, with its hidden state if that is not computed later."""
+    def _keep(
+        self, cached: Container[int], last: int | None, i: int, _: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """A hook that stores the call of block i, with its hidden state if `cached`, and stops the pass at the last."""
         hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
-        cached = self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs") if with_hidden else torch.empty(0)
-        self.calls[i].append(BlockCall(*self._share(i, (args, kwargs)), cached))
+        state = hidden.detach()
+        state = self.storage.put(state, f"{self.blocks[i].name}: inputs") if i in cached else state.to("meta")
+        if self.calls[i]:  # masks and rotary tables repeat: tensors that equal the first batch's are shared with it
+            earlier, first = list[Tensor](), self.calls[i][0]
+            tree_map_only(Tensor, earlier.append, (first.args, first.kwargs))
+            share = lambda t: next((e for e in earlier if e is t or _equal(e, t)), t)  # noqa: E731
+            args, kwargs = tree_map_only(Tensor, share, (args, kwargs))
+        self.calls[i].append(BlockCall(args, kwargs, state))
+        if i == last:
+            raise Stop
 
     def _run_hooked(self, batch: Batch, keep: Callable[..., None], lowest: int = 0) -> Any:
         """The output of the model on a batch on its device; blocks call `keep` before they run. None after `Stop`."""
@@ -201,7 +341,7 @@ class Walk:
 
     @torch.no_grad()
     def forward(self, i: int) -> None:
-        """Compute the inputs of the next block by an onloaded one, whose own are kept if its stage will read them."""
+        """Compute the inputs of the next block by an onloaded one, whose inputs stay cached if its stage needs them."""
         for index in range(len(self.batches)):
             call, following = self.calls[i][index], self.calls[i + 1][index]
             output = self._output(i, call)
@@ -235,11 +375,8 @@ class Walk:
         With gradients, the graph starts behind the highest observed block; without, the pass ends there.
         """
         batch, tail = to_device(batch, model_device(self.model)), list[Tensor]()
-
-        def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._keep(i, args, kwargs, with_hidden=self.gradients or i == self.lowest)
-            if not self.gradients and i == self.highest:
-                raise Stop
+        cached = range(len(self.blocks)) if self.gradients else (self.lowest,)
+        keep = partial(self._keep, cached, None if self.gradients else self.highest)
 
         def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             hidden = first_tensor(output).detach().requires_grad_(True)
@@ -258,14 +395,6 @@ class Walk:
                 logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                 (delta,) = torch.autograd.grad(logits, tail, gradient)
                 self.deltas.append(self.storage.put(delta, "output gradients"))
-
-    def _share(self, i: int, arguments: Arguments) -> Arguments:
-        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
-        if not self.calls[i]:
-            return arguments
-        earlier: list[Tensor] = []
-        tree_map_only(Tensor, earlier.append, (self.calls[i][0].args, self.calls[i][0].kwargs))
-        return tree_map_only(Tensor, lambda t: next((e for e in earlier if e is t or _equal(e, t)), t), arguments)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -15,9 +15,8 @@ from ..calibration.accumulators import STAGED
 from ..calibration.storage import MORE_MEMORY
 from ..model.layers import Block, PrunableLayer
 from ..model.model_info import text_setting
-from ..objective.row_slices import slice_bytes
-from ..pipeline.partition import Part, partition
-from ..pipeline.spec import StatisticsSpec
+from ..objective.linalg import slice_bytes
+from ..pipeline.partition import Part, StatisticsSpec, partition
 from ..recover.run import Placement, TrainingBytes
 from ..recover.student import changes_structure, trainable
 from ..recover.tuning import part_size

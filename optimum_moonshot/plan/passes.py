@@ -15,8 +15,7 @@ from ..data.batches import Batch, batch_size, shorten, take
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.block_sequences import BlockSequence
 from ..pipeline.selection import Subject
-from ..pipeline.stages import FullModelPipeline, Stage
-from ..pipeline.walk import Walk
+from ..pipeline.walk import FullModelPipeline, Stage, Walk
 from .footprint import kind_of
 from .memory import WHOLE, Phase, Visit, passes_of
 from .solver import clock

@@ -12,8 +12,7 @@ from ..devices import wait_for
 from ..errors import require
 from ..model.calls import frozen, to_device
 from ..model.offload import RESIDENT
-from ..pipeline.block_probe import passing_on, without_weights
-from ..pipeline.block_sequences import BlockSequence
+from ..pipeline.block_sequences import BlockSequence, passing_on, without_weights
 from ..pipeline.selection import Selection, Subject
 from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..rotate.permutation_search import search_products

@@ -22,7 +22,7 @@ from ..errors import FactorizationError
 from ..objective.fisher import Fisher, FisherMatrices, SampleGradients
 from ..objective.grid import Grid
 from ..objective.patterns import Pattern
-from ..objective.problem_size import ProblemSize
+from ..objective.quadratic import ProblemSize
 from ..pipeline.solve import weight_losses
 from ..solvers import Solver
 from ..solvers.quantization import on_grid

@@ -12,10 +12,10 @@ from ..errors import Option, Text, require
 from ..model.layers import Block, PrunableLayer, Structure, is_on_disk
 from ..model.offload import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
-from ..objective.problem_size import ProblemSize, objective_bytes
+from ..objective.quadratic import ProblemSize, objective_bytes
 from ..pipeline.block_sequences import BlockSequence
+from ..pipeline.partition import StatisticsSpec
 from ..pipeline.selection import Selection
-from ..pipeline.spec import StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..solvers.quantization import quantization_bytes
 from .footprint import ModelFootprint

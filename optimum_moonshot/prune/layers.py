@@ -1,25 +1,92 @@
 """Solves the layers of a model for one or several variants: allocation, then the loop."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..allocate.run import allocate_sparsity
 from ..calibration.observer import LayerStatistics
-from ..errors import require
+from ..devices import peak_bytes, reset_peak, wait_for
+from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
+from ..objective.patterns import NM, Pattern, PerExpert, sparsity_of
+from ..packing import Quantized, find_codec
 from ..pipeline.inputs import Prepared
-from ..pipeline.loop import run_pipeline, solve_parts
+from ..pipeline.loop import Task, run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.partition import Part, assign
-from ..pipeline.solve import Statistics
-from ..pipeline.spec import StatisticsSpec, solving_cost
-from ..pipeline.stages import Stage
-from ..pipeline.task import Task
+from ..pipeline.partition import StatisticsSpec
+from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.variant import Variant, share_results
-from .layer import prune_layer
+from ..reports.prune_report import LayerReport, loss_fields
+from ..solvers import Solver
+
+
+def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence[Variant]) -> None:
+    """Solve a dense layer for several variants, all variants of one λ together: one elimination serves them.
+
+    Variants with the same λ and pattern share the result, for example if the layer is excluded from the Fisher loss.
+    """
+    for lam in dict.fromkeys(variant.selection.lam_of(layer) for variant in variants):
+        by_pattern: dict[Pattern, list[Variant]] = {}
+        for variant in variants:
+            if variant.selection.lam_of(layer) == lam:
+                by_pattern.setdefault(variant.pattern_of(layer), []).append(variant)
+        solver = variants[0].selection.solver
+        solved = solve(solver, layer, statistics, lam, list(by_pattern))
+        for sharing, (report, weight) in zip(by_pattern.values(), solved, strict=True):
+            for variant in sharing:
+                seconds = report.seconds / len(sharing)
+                variant.solving += seconds
+                variant.store.put(dataclasses.replace(report, seconds=seconds), weight)
+
+
+@torch.no_grad()
+def solve(
+    solver: Solver, layer: PrunableLayer, statistics: Statistics, lam: float, patterns: list[Pattern]
+) -> list[tuple[LayerReport, Tensor]]:
+    """The reports and the weights [d_out, d_in], in the layer's dtype, of a dense layer for several patterns.
+
+    A solver without data gets statistics of no samples.
+
+    Raises:
+        FactorizationError: the quadratic remains singular at the largest damping; it names the layer.
+    """
+    device = layer.parameter.device
+    wait_for(device)  # so that the calibration pass is not counted as time of the solver
+    reset_peak(device)
+    started = time.perf_counter()
+    calibrated = not (isinstance(statistics, LayerStatistics) and statistics.samples == 0)
+    try:
+        solved = solve_layer(solver, layer, patterns, statistics, lam if calibrated else 1.0)
+    except FactorizationError as error:
+        raise error.within(layer.name) from None
+    wait_for(device)
+    seconds = (time.perf_counter() - started) / len(patterns)
+    results = []
+    for pattern, result in zip(patterns, solved, strict=True):
+        weight, codec = result.weight, find_codec("bitmask") if pattern.grid is None else Quantized.of(pattern.grid)
+        report = LayerReport(
+            name=layer.name,
+            shape=layer.shape,
+            sparsity=sparsity_of(weight),
+            damping=result.damping,
+            seconds=seconds,
+            peak_memory=peak_bytes(device),
+            notes=result.notes if calibrated else (),
+            target_sparsity=pattern.sparsity,
+            zeros_before=layer.matrix.numel() - int(torch.count_nonzero(layer.matrix)),
+            bits=None if pattern.grid is None else pattern.grid.bits,
+            packed_bytes=min(weight.nbytes, codec.packed_bytes(weight, pattern if isinstance(pattern, NM) else None)),
+            expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
+            **(loss_fields(result.lam, result.masked, result.pruned) if calibrated else {"lam": None}),
+        )
+        results.append((report, weight))
+    return results
 
 
 class Pruning(Task):
@@ -55,23 +122,6 @@ class Pruning(Task):
         self.bar.update(share_results(self.prepared, self.variants, solved))
 
 
-class PruningWithoutData(Pruning):
-    """Like `Pruning`, for a solver without statistics."""
-
-    def partition(self, stage: Stage) -> list[Part]:
-        """One part, whose layers are divided among the processes."""
-        layers = tuple(layer for layer in stage.layers if self.lacks(layer))
-        solver, patterns = self.prepared.selection.solver, self.spec.patterns
-        costs = [solving_cost(solver, layer, patterns[layer.name]) for layer in layers]
-        return [Part(layers, tuple(assign(costs, self.backoff.ranks.size)))] if layers else []
-
-    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
-        for layer, owner in zip(part.layers, part.owners, strict=True):
-            if self.backoff.solves(owner):
-                inputs = torch.ones(layer.shape[1], device=layer.parameter.device)  # the diagonal of the identity
-                yield layer, LayerStatistics(inputs, None, 0, diagonal=True)
-
-
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:
     """Solve every layer for each variant that lacks it, with notes on the passes; `bar` counts layers.
 
@@ -81,7 +131,7 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     if prepared.selection.config.allocation != "uniform":
         allocate_sparsity(prepared, variants)
-    task = (PruningWithoutData if prepared.data is None else Pruning)(prepared, variants, bar)
+    task = Pruning(prepared, variants, bar)
     run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
     for variant in variants:
         variant.notes += [*task.pipeline.notes, *task.notes]

@@ -118,7 +118,7 @@ class Recovery:
 
     def batches(self) -> list[Batch]:
         """The batches, which become smaller by backoff."""
-        samples = self.backoff.samples
+        samples = self.backoff.samples.size
         return self.whole_batches if samples is None else split_batches(self.whole_batches, samples)
 
     def run(self) -> float:

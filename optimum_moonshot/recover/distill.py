@@ -180,7 +180,7 @@ class Distillation(Trainer):
         free = int(DEFAULT_SHARE * free_memory(self.device)[self.device]) - pending
         with self.backoff.together():  # also in a process without training samples
             needed = max(1, self._activations(next(training[0].pieces(1)))) if training else 1
-        samples = self.ranks.all_reduce_min(free // needed)
+        samples = min(self.ranks.all_gather_object(free // needed))
         if samples < 1:
             self._recompute(f"{needed / 2**30:.4g} GiB exceed the {max(0, free) / 2**30:.4g} GiB that are free")
         largest = max((batch_size(cached.batch) for cached in training), default=1)
@@ -235,12 +235,12 @@ class Distillation(Trainer):
                         if rows is not None:
                             logits.backward(gradient / rows)
                 return total
-            except PassTooLarge as error:
-                failure = error
+            except PassTooLarge:
+                pass  # its traceback refers to tensors of the pass
             self.student.clear_gradients()
-            self._shrink(failure, shard)
+            self._shrink(shard)
 
-    def _shrink(self, error: PassTooLarge, shard: list[Cached]) -> None:
+    def _shrink(self, shard: list[Cached]) -> None:
         """After a pass that did not fit: smaller batches or caches, then recomputed activations.
 
         Raises:
@@ -249,12 +249,12 @@ class Distillation(Trainer):
         state = self.state
         batches = [piece.batch for cached in shard for piece in cached.pieces(state.samples)]
         try:
-            self.backoff.pass_failed(error, "distillation", batches)
+            self.backoff.shrink("distillation", batches)
         except torch.OutOfMemoryError:
             if state.recomputes:
                 raise
             self._recompute("did not fit")
-        state.samples = min(state.samples, self.backoff.samples or state.samples)
+        state.samples = min(state.samples, self.backoff.samples.size or state.samples)
         for cached in itertools.chain(*self.group_shards, self.heldout_shard):
             if self.storage.caches is not None and self.storage.cached > self.storage.caches:
                 cached.cache = self.storage.away(cached.cache, "outputs of the teacher")

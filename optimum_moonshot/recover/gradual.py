@@ -21,11 +21,10 @@ from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Experts, Pattern
 from ..pipeline.backoff import Backoff
-from ..pipeline.loop import solve_parts
+from ..pipeline.loop import Task, solve_parts
+from ..pipeline.partition import StatisticsSpec
 from ..pipeline.solve import Statistics, solve_layer
-from ..pipeline.spec import StatisticsSpec
-from ..pipeline.stages import OpenStage, PassObserver
-from ..pipeline.task import Task
+from ..pipeline.walk import OpenStage, PassObserver
 from ..solvers import Solver
 from .student import Tensors
 from .tuning import Tuner

@@ -16,7 +16,7 @@ from ..objective.patterns import Pattern, Unstructured
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.stages import Stage
+from ..pipeline.walk import Stage
 from .group_spaces import find
 from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, sampled, set_totals, widest
 from .permutation_search import competing

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic, Merger
+from ..calibration.statistic import GradientStatistic
 from ..calibration.storage import Storage
+from ..distributed.sharing import Merger
 from ..model.layers import Block, PrunableLayer
 from ..objective.linalg import damped_inverse_factor, escalate
 from ..objective.patterns import NM, Pattern, kth_smallest

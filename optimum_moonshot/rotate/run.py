@@ -126,7 +126,7 @@ def _learn(
     """Learn rotations, then permutations, then scales; resumes the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
     steps, shown = config.rotation_steps, prepared.subject.progress
-    retried = partial(prepared.backoff.with_more_memory, WHERE, offload=partial(offload_inverses, prepared, objective))
+    retried = partial(prepared.backoff.with_more_memory, WHERE, spill=partial(offload_inverses, prepared, objective))
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
 

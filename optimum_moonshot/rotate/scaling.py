@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic, Merger
+from ..calibration.statistic import GradientStatistic
 from ..calibration.storage import Storage
+from ..distributed.sharing import Merger
 from ..model.layers import PrunableLayer
 from .learning import Learned, rotations
 from .spaces import Space

@@ -36,7 +36,7 @@ def _up(module: nn.Module) -> str:
 class PackedMixture(PackedModule):
     """A module of experts with packed weights; each is the stack [E·out, in] of the matrices of all experts.
 
-    Weights that are not packed remain parameters. The submodules are those of the origin, whose methods apply gates.
+    Weights that are not packed remain parameters. It has the submodules of the origin, whose methods apply gates.
     """
 
     def __init__(self, origin: nn.Module):

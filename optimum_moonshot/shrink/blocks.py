@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from ..calibration.statistic import NOT_FINITE
-from ..distributed.ranks import Ranks
+from ..distributed.sharing import Merger
 from ..errors import require
 from ..model.calls import first_tensor, frozen, hook_gradient, split_hidden
 from ..model.layers import Block, PrunableLayer
@@ -38,7 +38,7 @@ from ..objective.removal import Removal
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.stages import Stage
+from ..pipeline.walk import Stage
 from ..solvers.experts import best_subset
 
 # `BlockScores.select` evaluates all sets of blocks if there are at most this many.
@@ -249,11 +249,11 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
         return start if start is None or isinstance(output, Tensor) else (start, *output[1:])
 
 
-def _merge(observer: BlockObserver, ranks: Ranks) -> None:
+def _merge(observer: BlockObserver, merger: Merger) -> None:
     """Merge the sums of the blocks over the samples of all processes."""
     for sums in observer.sums.values():
-        ranks.all_reduce(sums.totals)
-        sums.slopes = [slopes for process in ranks.all_gather_object(sums.slopes) for slopes in process]
+        merger.summed(sums.totals)
+        sums.slopes = [slopes for process in merger.values(sums.slopes) for slopes in process]
 
 
 def _side_by_side(columns: Sequence[Tensor]) -> Tensor:

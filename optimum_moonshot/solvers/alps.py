@@ -20,13 +20,10 @@ import torch
 from torch import Tensor
 
 from ..devices import is_gpu
-from ..objective.linalg import check_factored, parallel_map
+from ..objective.linalg import check_factored, parallel_map, row_slices, split_range
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import Quadratic
-from ..objective.row_slices import row_slices, split_range
-from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register_solver
-from .hyperparameters import damping_option
+from ..objective.quadratic import ProblemSize, Quadratic
+from .base import PrunedWeight, Solver, damped, damping_option, finish, hyperparameter, register_solver
 from .sparsegpt import SparseGPT
 
 # The penalty grows every third iteration: (least fraction of the support that changed, factor) (ALPS, appendix B).
@@ -171,7 +168,7 @@ class System:
         """Least squares on `keep`; each row starts from the better of `sparse`, scaled, and the masked dense weight.
 
         Every one of the at most `steps` conjugate gradients lowers the loss of every row. `columns`, bool [d_in], are
-        those where almost all weights are kept: the inverse of the mean H on them is the preconditioner, with which a
+        rows that lose few weights: the inverse of the mean H on them is the preconditioner, with which a
         row that lacks z of them converges in z + 1 steps at λ = 1. Returns the weight [d_out, d_in] in the original
         coordinates.
         """

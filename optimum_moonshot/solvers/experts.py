@@ -109,7 +109,7 @@ def exchange(matrix: Tensor, subset: Tensor, groups: int) -> Tensor:
     least = LEAST_GAIN * float(matrix.trace())
     while subset.any() and not subset.all():
         coupling, diagonal = matrix @ subset.to(matrix), matrix.diagonal()
-        # The change of the loss if i leaves the subset and j joins it.
+        # The change of the loss if j replaces i in the subset.
         change = (diagonal - 2 * coupling)[:, None] + (diagonal + 2 * coupling) - 2 * matrix
         change = change.masked_fill(across | ~subset[:, None] | subset, torch.inf)
         best = int(change.argmin())

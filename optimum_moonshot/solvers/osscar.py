@@ -17,7 +17,7 @@ removal then only reads the weights once, for the change of the moments: 6 times
 
 The removals are nested, so one elimination gives the result of every sparsity: `solve_path`.
 
-For mixtures of experts, `experts` has the search for those to remove.
+For mixtures of experts, `experts` searches for the experts to remove.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +27,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, escalate
+from ..objective.linalg import check_factored, escalate, row_slices
 from ..objective.patterns import Experts, Pattern, Structured
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import Quadratic
+from ..objective.quadratic import ProblemSize, Quadratic
 from ..objective.removal import Removal
-from ..objective.row_slices import row_slices
 from .alps import System
-from .base import PrunedWeight, Solver, finish, register_solver
+from .base import PrunedWeight, Solver, damping_option, finish, hyperparameter, register_solver
 from .experts import best_subset, expert_mask
-from .hyperparameters import damping_option, hyperparameter
 from .sparsegpt import SINGLE_LAM
 
 # Columns whose updates are deferred.

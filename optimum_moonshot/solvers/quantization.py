@@ -6,7 +6,7 @@ code of every row at a time, and the scale of a group after its codes, to the gr
     L_λ = Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)
 
 along that coordinate, so that the loss never increases. The losses of the result count from the dense weight ŵ: the
-codes compensate each other's rounding errors, and those of pruning. λ < 1 weighs rounding errors by the Fisher loss
+codes compensate each other's rounding errors and the errors of pruning. λ < 1 weighs rounding errors by the Fisher loss
 too; at λ = 1 this is QuantEase (Behdin et al., arXiv 2309.01885) with a mask and searched scales.
 """
 
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from ..objective.grid import Grid
+from ..objective.linalg import slices_within, split_range
 from ..objective.patterns import Pattern
-from ..objective.problem_size import ProblemSize
-from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic
-from ..objective.row_slices import slices_within, split_range
+from ..objective.quadratic import DiagonalQuadratic, Objective, ProblemSize, Quadratic
 from .base import PrunedWeight, Solver
 
 SWEEPS = 4  # all of them for every row, so that no result depends on the rows beside it
-STEP = 32  # columns whose gradients are updated after every change; those of others follow once, by a matrix product
+STEP = 32  # columns whose gradients are updated after every change; other columns follow once, by a matrix product
 # Factors of the Fisher term, or matrices, of the rows that are quantized together.
 STATE_BYTES = 512 * 2**20
 _TINY = torch.finfo(torch.float32).tiny

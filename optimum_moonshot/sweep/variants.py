@@ -81,8 +81,8 @@ class Solved:
         """Delete the folders of the results and of generated samples, if there are any."""
         for variant in self.variants:
             variant.store.discard()
-        if self.prepared.kept is not None:
-            self.prepared.kept.discard()
+        if self.prepared.samples_folder is not None:
+            self.prepared.samples_folder.discard()
 
 
 def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selection]:
@@ -95,7 +95,7 @@ def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
     for config in configs:
         if (config.pattern, config.sparsity) not in by_pattern:
             by_pattern[config.pattern, config.sparsity] = select(model, config)
-    selections = [by_pattern[config.pattern, config.sparsity].with_lam(config, model) for config in configs]
+    selections = [by_pattern[config.pattern, config.sparsity].with_lam(config) for config in configs]
     lead = _widest(selections)
     for selection in selections:
         others = {layer.name for layer in lead.layers} ^ {layer.name for layer in selection.layers}

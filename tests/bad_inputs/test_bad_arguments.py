@@ -166,7 +166,7 @@ OBJECTS = [
     (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
     (lambda: "gpt2", "model is a str: give a PreTrainedModel"),
     (compiled_inside, "model: model.layers.0 was replaced by torch.compile(module), so its weights have other names"),
-    (expanded, "model: entries of model.norm.weight share their memory, as those of expand() do; clone it"),
+    (expanded, "model: entries of model.norm.weight share their memory, as after expand(); clone it"),
     (inference, "model: its weights were created inside torch.inference_mode(), and cannot be changed outside of it"),
 ]
 

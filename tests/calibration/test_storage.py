@@ -25,7 +25,7 @@ def test_memory_is_counted_while_a_tensor_lives():
 def test_tensors_beyond_the_budget_are_an_error_or_a_file(tmp_path):
     with pytest.raises(MoonshotError, match="max_memory: y: cache needs .* set offload_dir"):
         Storage(CPU, max_memory=10).empty((100,), torch.float32, "y: cache")
-    storage = Storage(CPU, max_memory=10, offload_dir=str(tmp_path / "new"))
+    storage = Storage(CPU, max_memory=10, spill_to=str(tmp_path / "new"))
     source = torch.randn(40, 30, dtype=torch.float64).to(torch.bfloat16)
     kept = storage.put(source, "y")
     assert torch.equal(kept, source) and storage.spilled == 2400 and storage.available() == 10
@@ -45,5 +45,5 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatc
     else:
         monkeypatch.setattr(mapped.os, "posix_fallocate", full)
     with pytest.raises(MoonshotError, match="offload_dir=.*no room for z.*No space left"):
-        Storage(CPU, max_memory=10, offload_dir=str(tmp_path)).empty((100,), torch.float32, "z")
+        Storage(CPU, max_memory=10, spill_to=str(tmp_path)).empty((100,), torch.float32, "z")
     assert not list(tmp_path.iterdir())

@@ -14,15 +14,14 @@ from process_runs import DIED, ROOT, assert_alike, assert_same, environment, fou
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.calibration.merging import merge_statistics
-from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.observer import Observer, merge_statistics
 from optimum_moonshot.calibration.statistic import InputStatistic
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size, samples_between
 from optimum_moonshot.distributed.ranks import Ranks
+from optimum_moonshot.distributed.sharing import Merger, assign
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.inputs import Prepared
-from optimum_moonshot.pipeline.partition import assign
 
 pytestmark = pytest.mark.slow
 
@@ -217,7 +216,7 @@ def test_a_statistic_that_cannot_be_merged_is_refused():
         model(token_batches(1)[0]["input_ids"])
         observer.end()
     with pytest.raises(MoonshotError, match="Counted: it has no `sums`"):
-        merge_statistics(observer, Ranks(0, 2), {})
+        merge_statistics(observer, Merger(Ranks(0, 2)))
 
 
 def test_layers_are_divided_by_their_cost():

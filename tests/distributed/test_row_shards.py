@@ -14,21 +14,20 @@ from row_shards import CASES, FEW, SIZES
 from torch import nn
 
 from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.distributed.sharing import assign, divide, rows_of_processes
 from optimum_moonshot.model.layer_kinds import Conv2dLayer, LinearLayer
+from optimum_moonshot.objective.linalg import row_slices
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
-from optimum_moonshot.objective.row_slices import row_slices
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.pipeline.partition import (
-    assign,
-    divide,
+    StatisticsSpec,
     layer_owners,
     partition,
-    rows_of_processes,
     shards_rows,
+    solving_cost,
 )
 from optimum_moonshot.pipeline.solve import total_losses
-from optimum_moonshot.pipeline.spec import StatisticsSpec, solving_cost
 from optimum_moonshot.solvers import make_solver
 
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
@@ -166,9 +165,10 @@ def test_solving_rows_separately_equals_solving_them_together(samples, lam):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_row_belongs_to_one_process(size):
-    layer = linear(10, 4)
-    rows = [row for part in rows_of_processes(layer, size) for row in range(10)[part]]
-    assert rows == list(range(10))
+    for groups in (10, 5, 1):
+        slices = rows_of_processes(10, groups, size)
+        assert [row for rows in slices for row in range(10)[rows]] == list(range(10))
+        assert all(rows.start % (10 // groups) == rows.stop % (10 // groups) == 0 for rows in slices)
 
 
 def test_which_layers_are_sharded():
@@ -203,7 +203,7 @@ def test_layers_too_large_for_one_process_are_sharded(size, room, rounds, divide
     parts = partition(layers, spec, memory, size)
     assert len(parts) == rounds and [layer for part in parts for layer in part.layers] == layers
     owners = layer_owners(layers, spec, memory // 2, size, -(-16 // size))
-    assert (owners == (rows_of_processes(layer, size),) * 4) == divided
+    assert (owners == (rows_of_processes(256, 256, size),) * 4) == divided
     assert divided or sorted(owners) == ([0, 1, 2, 3] if size == 4 else [0, 0, 1, 1])
 
 
@@ -237,10 +237,10 @@ def test_a_retry_halves_the_slices():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "result"
 
-    assert backoff.between_collectives("layer", work) == "result" and seen == [1, 2, 4]
+    assert backoff.with_smaller_slices("layer", work) == "result" and seen == [1, 2, 4]
     seen.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        backoff.between_collectives("layer", lambda: seen.append(1) or crowded())
+        backoff.with_smaller_slices("layer", lambda: seen.append(1) or crowded())
     assert len(seen) == 2  # without slices there is one retry
 
 

@@ -51,7 +51,7 @@ def test_the_format_matches_the_reference(pattern, bits):
 def test_slices_of_rows_make_the_same_tensors(bits, monkeypatch):
     matrix, codec, whole = packed(bits, d_out=7)
     monkeypatch.setattr(quantized, "_TEMPORARY", 2**20)  # 3 rows would exceed the limit on a slice
-    monkeypatch.setattr("optimum_moonshot.objective.row_slices.CPU_BYTES", 2 * 2**20 * 300)
+    monkeypatch.setattr("optimum_moonshot.objective.linalg.CPU_BYTES", 2 * 2**20 * 300)
     parts = codec.pack(matrix, None)
     assert all(torch.equal(parts[suffix], whole[suffix]) for suffix in codec.suffixes)
     codec.check(parts, (7, 300))

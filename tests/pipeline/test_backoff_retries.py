@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers as hf
 from memory_failures import (
+    ERROR,
     PLACES,
     assert_same_bits,
     assert_same_masks,
@@ -13,10 +15,11 @@ from memory_failures import (
     skip_garbage_collection,  # noqa: F401
     undisturbed,
 )
+from models import GROUPED, spread
 
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.objective import patterns, row_slices
-from optimum_moonshot.pipeline import backoff
+from optimum_moonshot.objective import linalg, patterns
+from optimum_moonshot.pipeline import backoff, walk
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.recover import tuning
 
@@ -29,7 +32,7 @@ def test_rounds_and_slices_change_no_bit(monkeypatch):
             failing = out_of_memory_at(patch, PLACES[place], at)
             pruned, report = prune(**settings(name))
         assert failing.raised == len(at) and len(memory_notes(report)) == 1
-        assert "statistics gathered at once halved, from" in memory_notes(report)[0]
+        assert "statistics collected in one pass halved, from" in memory_notes(report)[0]
         assert_same_bits(pruned, expected)
     with monkeypatch.context() as patch:
         out_of_memory_at(patch, PLACES["slices"], {3, 4})
@@ -38,29 +41,77 @@ def test_rounds_and_slices_change_no_bit(monkeypatch):
     assert_same_masks(pruned, undisturbed("sparsegpt"))
 
 
-def test_a_smaller_budget_from_the_start_gives_the_same_bits(monkeypatch):
-    original, instances = Backoff.__init__, []
-
-    def remember(self, *args):
-        original(self, *args)
-        instances.append(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Backoff, "__init__", remember)
-        out_of_memory_at(patch, PLACES["gradients"], {0, 1, 2, 3})
-        pruned, report = prune(**settings("cap"))
-    assert any("rows or experts gathered at once halved" in note for note in memory_notes(report))
+def test_statistics_of_a_layer_are_collected_in_slices(monkeypatch):
+    monkeypatch.setattr(backoff, "SMALL", 2**60)
+    expected = undisturbed("cap")
+    out_of_memory_at(monkeypatch, PLACES["gradients"], {0, 1, 2, 3})
+    pruned, report = prune(**settings("cap"))
+    assert any("4 times" in note and "statistics collected in one pass halved" in note for note in memory_notes(report))
     assert any("row chunks to save memory" in note for note in report.notes)
-    shrunk = instances[0]
+    assert_same_masks(pruned, expected)
 
-    def smaller(self, *args):
-        original(self, *args)
-        self.samples, self.storage.most = shrunk.samples, shrunk.storage.most
 
-    monkeypatch.setattr(Backoff, "__init__", smaller)
-    again, _ = prune(**settings("cap"))
-    assert shrunk.samples == 1
-    assert_same_bits(again, pruned)
+def deep_llama(layers):
+    torch.manual_seed(0)
+    return spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "num_hidden_layers": layers})))
+
+
+def watch_blocks(monkeypatch, fails):
+    """The samples in each call of a block by a walk, of which `fails` (number of the call, samples) run out."""
+    seen, original = [], walk.join_hidden
+
+    def join_hidden(hidden, call):
+        seen.append(len(hidden))
+        if fails(len(seen) - 1, len(hidden)):
+            raise type(ERROR)(*ERROR.args)
+        return original(hidden, call)
+
+    monkeypatch.setattr(walk, "join_hidden", join_hidden)
+    return seen
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+def test_the_block_after_a_shortage_has_batches_of_the_first_size(monkeypatch, lam):
+    """And no block before it is run again."""
+    before = [2] * 12 if lam < 1 else []  # the forward pass before the blocks are visited
+    seen = watch_blocks(monkeypatch, lambda call, samples: call == len(before) + 3)
+    pruned, report = prune(deep_llama(4), lam=lam, pattern="2:4")
+    assert seen == [*before, 2, 2, 2, 2, *[1] * 6, *[2] * 6][: len(seen)] and len(seen) >= len(before) + 13
+    (note,) = memory_notes(report)
+    assert note.endswith("batches halved, which changes results by rounding, from 2 samples to 1, and later 2 again")
+    monkeypatch.undo()
+    assert_same_masks(pruned, prune(deep_llama(4), lam=lam, pattern="2:4")[0])
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+def test_a_lasting_shortage_costs_few_failures(monkeypatch, lam):
+    """Larger batches are tried after 1, 2, 4, … blocks; the bits are those of small batches from the start."""
+    seen = watch_blocks(monkeypatch, lambda _, samples: samples > 1)
+    pruned, report = prune(deep_llama(12), lam=lam, pattern="2:4")
+    assert sum(samples > 1 for samples in seen) == 4
+    assert memory_notes(report)[0].endswith("from 2 samples to 1")
+    monkeypatch.undo()
+    expected, _ = prune(deep_llama(12), lam=lam, pattern="2:4", batch_size=1)
+    assert_same_bits(pruned, expected)
+
+
+def test_a_lever_grows_up_to_its_first_size():
+    lever, sizes = backoff.Lever("halved", "samples"), []
+    for present in (8, 4, 2):
+        lever.halve("here", present, present // 2)
+    for _ in range(4):
+        sizes.append(lever.size)
+        lever.grow()
+    assert sizes == [1, 2, 4, None] and lever.patience == 1
+    lever.halve("there", 8, 4)  # some blocks later
+    assert (lever.size, lever.patience) == (4, 1)
+    lever.grow()
+    lever.halve("there", 8, 4)  # as soon as it has grown
+    assert (lever.size, lever.patience) == (4, 2)
+    assert (
+        lever.describe(torch.device("cpu"))
+        == "out of memory on cpu 5 times, first at here: halved, from 8 samples to 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +167,11 @@ def test_a_repeated_step_of_a_rotation_changes_no_bit(monkeypatch, tmp_path, nam
     assert failing.raised == 3
     assert_same_bits(offloaded, expected)
     spill, retry = memory_notes(report)
-    assert "at the rotation: what it keeps there, from " in spill and spill.endswith(" to none") and "again" in retry
+    assert (
+        "at the rotation: its cached inputs moved off the device, from " in spill
+        and spill.endswith(" to 0 bytes")
+        and "again" in retry
+    )
 
 
 def test_a_retry_spills_half_of_the_caches(tmp_path):
@@ -151,22 +206,22 @@ def test_a_run_whose_caches_are_spilled_has_the_same_masks(monkeypatch, tmp_path
 
 
 def test_slices_respect_their_limit():
-    limit = row_slices.SliceLimit()
-    with row_slices.limited(limit):
-        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
-        assert row_slices.slices_within(slice(2, 4), 8, 1) == row_slices.split_range(2, 4, 1)
+    limit = linalg.SliceLimit()
+    with linalg.limited(limit):
+        assert linalg.slices_within(slice(2, 10), 8, 32) == linalg.split_range(2, 10, 4)
+        assert linalg.slices_within(slice(2, 4), 8, 1) == linalg.split_range(2, 4, 1)
     assert limit.largest == 32
-    limit = row_slices.SliceLimit(20)
-    with row_slices.limited(limit):
-        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 2)
-        assert row_slices.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
+    limit = linalg.SliceLimit(20)
+    with linalg.limited(limit):
+        assert linalg.slices_within(slice(2, 10), 8, 32) == linalg.split_range(2, 10, 2)
+        assert linalg.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
     assert limit.largest == 16
-    assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
+    assert linalg.slices_within(slice(2, 10), 8, 32) == linalg.split_range(2, 10, 4)
 
 
 def test_a_selection_is_not_a_slice_of_a_solver():
-    limit = row_slices.SliceLimit(1)
-    with row_slices.limited(limit):
+    limit = linalg.SliceLimit(1)
+    with linalg.limited(limit):
         keep = patterns.NM(1, 2).keep(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
     assert keep.tolist() == [[False, True, True, False]] and limit.largest == 0
 

@@ -15,7 +15,7 @@ from tiny_mixtures import mixtral
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, devices
 from optimum_moonshot.experts import choice as choosing
-from optimum_moonshot.prune import layer as layers
+from optimum_moonshot.prune import layers
 from optimum_moonshot.prune import run as run
 from optimum_moonshot.sweep import variants
 

@@ -18,9 +18,8 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pipeline.block_probe import probe_blocks
-from optimum_moonshot.pipeline.block_sequences import find_sequence
-from optimum_moonshot.pipeline.recompute import RecomputePipeline, swapped_weights
+from optimum_moonshot.pipeline.block_sequences import find_sequence, probe_blocks
+from optimum_moonshot.pipeline.model_pipeline import RecomputePipeline, swapped_weights
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)

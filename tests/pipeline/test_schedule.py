@@ -14,11 +14,11 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layer_kinds import Conv2dLayer, LinearLayer
 from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
+from optimum_moonshot.objective.linalg import split_range
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic, Totals
-from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pipeline import spec as gathering
-from optimum_moonshot.prune import layer as solving
+from optimum_moonshot.pipeline import partition as gathering
+from optimum_moonshot.prune import layers as solving
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]

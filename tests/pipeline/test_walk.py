@@ -1,5 +1,7 @@
 """Statistics of a walk over blocks against a slow reference: one autograd pass per sample, one hook per layer."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from blockwise_statistics import CHAINS, CONVOLUTIONAL, batches_for, close, slow_statistics
@@ -7,21 +9,23 @@ from models import image_batches, make, token_batches
 
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.data.batches import shorten
+from optimum_moonshot.data.batches import shorten, split_batches
 from optimum_moonshot.model import layer_kinds
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_sequences import find_sequence
-from optimum_moonshot.pipeline.stages import FullModelPipeline
-from optimum_moonshot.pipeline.walk import Walk
+from optimum_moonshot.pipeline.walk import FullModelPipeline, Walk
 
 
-def gather(model, batches, gradients=True, diagonal=False, whole=False, captures_all=False):
-    """With `captures_all`, a pass of the whole model captures the arguments of the blocks."""
+def gather(model, batches, gradients=True, diagonal=False, whole=False, captures_all=False, cut_to=()):
+    """With `captures_all`, a pass of the whole model captures the arguments of the blocks.
+
+    After each stage, the walk continues with batches of another size of `cut_to`.
+    """
     structure = find_structure(model, ignore=("experts",) if type(model).__name__.startswith("Mixtral") else ())
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
     storage = Storage(torch.device("cpu"))
-    statistics = {}
+    statistics, sizes = {}, cycle(cut_to)
     with frozen(model):
         if whole:
             stages = FullModelPipeline(model, structure.blocks, batches, gradients, None, tuple(structure.layers()))
@@ -38,6 +42,8 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False, captures
                 stage.observe(observer, True)
             for layer in stage.layers:
                 statistics[layer.name] = observer.take(layer)
+            if cut_to:
+                assert stage.recut(split_batches(batches, next(sizes)))
     return structure, statistics
 
 
@@ -51,6 +57,31 @@ def test_sequential_blocks_have_the_statistics_of_the_whole_model(name, padded):
     for layer in structure.layers():
         assert close(statistics[layer.name].inputs, grams[layer.name]), layer.name
         assert close(statistics[layer.name].gradients.gradients, gradients[layer.name]), layer.name
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", CHAINS)
+def test_batches_of_another_size_give_the_same_statistics(name, gradients):
+    """Cached inputs and output gradients are cut between the blocks, in padded batches too."""
+    model, batches = make(name), batches_for(name, padded=True)
+    _, expected = gather(model, batches, gradients)
+    _, statistics = gather(model, batches, gradients, cut_to=(1, 2, 1))
+    for name, of_layer in expected.items():
+        assert close(statistics[name].inputs, of_layer.inputs), name
+        assert not gradients or close(statistics[name].gradients.gradients, of_layer.gradients.gradients), name
+
+
+def test_inputs_without_a_row_for_every_sample_are_not_cut():
+    model, batches = make("llama"), batches_for("llama")
+    blocks = find_structure(model).blocks
+    with frozen(model):
+        extras = find_sequence(model, blocks, shorten(batches[0]), False, None).extras
+        walk = Walk(model, blocks, batches, False, None, Storage(torch.device("cpu")), extras)
+        walk.capture()
+        calls = walk.calls
+        for call in calls[0]:
+            call.hidden = call.hidden.transpose(0, 1)
+        assert not walk.recut(split_batches(batches, 1)) and walk.calls is calls and walk.batches is batches
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)

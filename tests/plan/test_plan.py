@@ -17,8 +17,8 @@ from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
-from optimum_moonshot.objective.problem_size import ProblemSize, objective_bytes
-from optimum_moonshot.pipeline import task
+from optimum_moonshot.objective.quadratic import ProblemSize, objective_bytes
+from optimum_moonshot.pipeline import loop
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.plan import seconds as planning_seconds
@@ -156,7 +156,7 @@ def test_plan_and_run_have_the_same_partition(solver, monkeypatch, tmp_path):
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     config = MoonshotConfig(**FAST, lam=0.5, solver=solver, max_memory=60_000, offload_dir=str(tmp_path))
     partitions = []
-    original = task.partition
+    original = loop.partition
 
     def record(*arguments):
         parts = original(*arguments)
@@ -165,7 +165,7 @@ def test_plan_and_run_have_the_same_partition(solver, monkeypatch, tmp_path):
         return parts
 
     plan = MoonshotPruner(model, config).plan(batches)
-    monkeypatch.setattr(task, "partition", record)
+    monkeypatch.setattr(loop, "partition", record)
     report = MoonshotPruner(model, config).prune(batches, progress=False)
     backward = [(block.rounds, block.parts) for block in reversed(plan.blocks)]
     assert partitions == backward

@@ -7,7 +7,7 @@ import pytest
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.objective.problem_size import ProblemSize
+from optimum_moonshot.objective.quadratic import ProblemSize
 from optimum_moonshot.pipeline.solve import solve_layer
 from optimum_moonshot.plan.solver import (
     FIRST_ROWS,
@@ -17,7 +17,7 @@ from optimum_moonshot.plan.solver import (
     matrix_seconds,
     random_problem,
 )
-from optimum_moonshot.prune import layer as solving
+from optimum_moonshot.prune import layers as solving
 from optimum_moonshot.solvers import make_solver
 from optimum_moonshot.solvers.alps import System
 

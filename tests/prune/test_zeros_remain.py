@@ -13,9 +13,9 @@ from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.masks import follows
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.grid import Grid
+from optimum_moonshot.objective.linalg import split_range
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pipeline import spec
+from optimum_moonshot.pipeline import partition
 
 BITS = dict(pattern=None, bits=4, quant_group=64)
 HALF = dict(pattern="unstructured", sparsity=0.5)
@@ -127,8 +127,8 @@ def test_rows_that_are_solved_in_chunks_keep_zeros(changes, monkeypatch):
     one = given(make("llama"), **HALF)
     changes |= {"solver": "obc", "lam": 0.5, "fisher": "rows", "targets": [r"\.1\..*up_proj"]}
     prune(one, **changes)
-    monkeypatch.setattr(spec.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
-    monkeypatch.setattr(spec, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))
+    monkeypatch.setattr(partition.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
+    monkeypatch.setattr(partition, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))
     before = zeros(model)
     report = prune(model, **changes).report
     assert_remain(model, before)

@@ -11,11 +11,10 @@ from objectives import full, indefinite
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective import row_slices as slices_module
+from optimum_moonshot.objective import linalg as slices_module
 from optimum_moonshot.objective.patterns import NM, Unstructured
-from optimum_moonshot.solvers import greedy, ranked
-from optimum_moonshot.solvers.greedy import Elimination, removals, take_square
-from optimum_moonshot.solvers.ranked import CAP, Inverses, Ranking, damped_rows
+from optimum_moonshot.solvers import ranked
+from optimum_moonshot.solvers.ranked import CAP, Elimination, Inverses, Ranking, damped_rows, removals, take_square
 
 
 def inverses(rows, size, seed=0, ridge=0.05):
@@ -38,7 +37,7 @@ def prune(solver, pattern, lam, tensors, **more):
 def test_the_elimination_equals_the_textbook(rows, size, steps, pattern, monkeypatch):
     if size % pattern.width:
         pytest.skip("no groups of two")
-    monkeypatch.setattr(greedy, "STEPS", steps)
+    monkeypatch.setattr(ranked, "STEPS", steps)
     inverse, weight = inverses(rows, size)
     nm = (pattern.n, pattern.m) if isinstance(pattern, NM) else None
     if removals(size, pattern):

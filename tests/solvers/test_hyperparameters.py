@@ -7,8 +7,7 @@ import pytest
 
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.solvers import solver_names
-from optimum_moonshot.solvers.base import hyperparameter, make_solver, register_solver, solver_options
-from optimum_moonshot.solvers.hyperparameters import parse_option
+from optimum_moonshot.solvers.base import hyperparameter, make_solver, parse_option, register_solver, solver_options
 from optimum_moonshot.solvers.wanda import Wanda
 
 pytestmark = pytest.mark.usefixtures("registry")

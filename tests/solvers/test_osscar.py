@@ -9,7 +9,7 @@ from objectives import full, indefinite
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective import row_slices as slices_module
+from optimum_moonshot.objective import linalg as slices_module
 from optimum_moonshot.objective.patterns import Structured
 from optimum_moonshot.solvers import make_solver, osscar
 from optimum_moonshot.solvers.osscar import RowSupport

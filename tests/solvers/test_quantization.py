@@ -11,9 +11,9 @@ from objectives import diagonal, full, matrices
 from optimum_moonshot import MoonshotConfig, prune_weight
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.objective.grid import Grid
+from optimum_moonshot.objective.linalg import SliceLimit, limited
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.objective.row_slices import SliceLimit, limited
 from optimum_moonshot.solvers import quantization
 from optimum_moonshot.solvers.quantization import quantize
 
@@ -189,8 +189,7 @@ def test_the_sweep_compensates_rounding_on_the_columns_to_the_right(pattern, lam
     """SparseGPT's loop with rounding and the literal one, at the scales of the former."""
     from optimum_moonshot.objective.linalg import damped_inverse_factor
     from optimum_moonshot.solvers.quantization import ColumnRounding
-    from optimum_moonshot.solvers.sparsegpt import prune_columns
-    from optimum_moonshot.solvers.sparsegpt_factors import RowFactors, SharedFactor, Widths
+    from optimum_moonshot.solvers.sparsegpt import RowFactors, SharedFactor, Widths, prune_columns
 
     weight, gram, gradients = layer(rows=6, inputs=128)
     objective = objective_of("vectors", weight, gram, gradients, lam)

@@ -12,11 +12,10 @@ from models import image_batches, make, token_batches
 from objectives import full
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight, prune_weight_path
-from optimum_moonshot.objective.linalg import check_factored
+from optimum_moonshot.objective.linalg import check_factored, split_range
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
-from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pipeline import spec
+from optimum_moonshot.pipeline import partition
 from optimum_moonshot.solvers import Solver, register_solver, solver_names
 from optimum_moonshot.solvers.base import damped, finish
 from optimum_moonshot.solvers.ranked import CAP, OBC
@@ -137,8 +136,8 @@ def test_a_ranking_solver_receives_all_sparsities_of_a_path_together(solver, mon
 @RANKING
 def test_a_ranking_solver_solves_a_layer_that_exceeds_the_memory_in_chunks(solver, monkeypatch):
     expected, _ = prune(solver)
-    monkeypatch.setattr(spec.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
-    monkeypatch.setattr(spec, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))
+    monkeypatch.setattr(partition.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
+    monkeypatch.setattr(partition, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))
     tensors, report = prune(f"like-{solver}")
     assert any("row chunks" in note for note in report.notes)
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.pipeline import calibration_loss, walk
 from optimum_moonshot.pipeline import solve as layer_solving
-from optimum_moonshot.prune import layer
+from optimum_moonshot.prune import layers
 from optimum_moonshot.recover.tuning import BlockTask
 from optimum_moonshot.rotate import gather as rotation_objective
 from optimum_moonshot.rotate import learning, objective, permutation_search
@@ -91,7 +91,7 @@ PLACES = {
     "squares": (InputSquares, "add"),
     "gradients": (GradientSums, "add"),
     "allocation": (Storage, "empty"),
-    "solver": (layer, "solve_layer"),
+    "solver": (layers, "solve_layer"),
     "slices": (layer_solving, "weight_losses"),
     "ranking": (Ranked, "rank_removals"),
     "curve": (fisher_allocation, "loss_curve"),

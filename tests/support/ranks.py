@@ -30,7 +30,7 @@ from optimum_moonshot.commands import launch
 from optimum_moonshot.distributed.ranks import on_main_process
 from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.walk import Walk
-from optimum_moonshot.prune import layer as solving
+from optimum_moonshot.prune import layers as solving
 from optimum_moonshot.recover import tuning
 
 SIZES = (1, 2, 4)

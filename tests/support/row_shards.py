@@ -17,11 +17,10 @@ from ranks import error_of, fails, full, path, prune, rank, resumable, start, st
 
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pipeline import partition, spec
+from optimum_moonshot.pipeline import partition
 from optimum_moonshot.pipeline.slices import ShardedRows
 from optimum_moonshot.solvers.ranked import Ranked
-from optimum_moonshot.solvers.sparsegpt import SparseGPT
-from optimum_moonshot.solvers.sparsegpt_factors import LowRankFactors
+from optimum_moonshot.solvers.sparsegpt import LowRankFactors, SparseGPT
 
 SIZES = (1, 2, 3, 4)
 
@@ -124,7 +123,7 @@ def dividing():
         owners = partition.assign(costs, processes)
         return [owner if part is None else None for owner, part in zip(owners, parts, strict=True)]
 
-    spec.LEAST_SHARDED, ShardedRows.solve, partition.divide = 0, noted, division
+    partition.LEAST_SHARDED, ShardedRows.solve, partition.divide = 0, noted, division
 
 
 def case(name):
