@@ -208,7 +208,7 @@ def make_metric(
     """
     from .. import accuracy, perplexity
     from ..evaluation.metrics import Agreement, embeddings
-    from ..model.embeddings import has_head
+    from ..model.losses import has_head
     from ..model.model_info import takes_images
 
     options: dict[str, Any] = {"batch_size": batch_size, "progress": True}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MoonshotError, Text, require
-from .experts import ExpertsLayer, expert_parameters, stacks_experts
-from .layer_kinds import WEIGHT, find_layer
+from .experts import ExpertsLayer
+from .layer_kinds import WEIGHT, expert_parameters, find_layer, stacks_experts
 from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
 from .offload import RESIDENT, Offloaded, Weights, mark_written, weights_of
 

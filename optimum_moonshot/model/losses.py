@@ -9,6 +9,7 @@ For a model without a head, it is half the squared change of its output (`Output
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from ..data.batches import IGNORED, Batch, sample_digests
 from ..errors import NO_BACKWARD, MoonshotError, Text, require
-from .embeddings import Pooling, find_pooling, has_head, output_values
+from .embeddings import Pooling, find_pooling, output_values
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 # Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
 MASKED_FRACTION = 0.15
+_WITH_HEAD = re.compile("For[A-Z]")  # BertForMaskedLM, not BertModel
 
 
 def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
@@ -34,6 +37,13 @@ def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
     if "input_ids" in batch:
         return torch.ones_like(batch["input_ids"], dtype=torch.bool)
     return None
+
+
+def has_head(cls: type[nn.Module]) -> bool:
+    """Whether a class of models returns predictions; True for any class that is not of transformers."""
+    if not issubclass(cls, PreTrainedModel):
+        return True
+    return any(_WITH_HEAD.search(base.__name__) for base in cls.__mro__) or bool(cls.can_generate())
 
 
 def default_loss(model: nn.Module, seed: int) -> Loss | None:

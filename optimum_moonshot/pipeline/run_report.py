@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..reports.measurement import versions
 from ..reports.prune_report import LayerReport, PruneReport
-from ..reports.record import PruningRecord
+from ..reports.record import PruningRecord, versions
 from .inputs import Prepared
 from .selection import Selection
 

@@ -30,7 +30,8 @@ from ..model.calls import (
     run_model,
     split_hidden,
 )
-from ..model.experts import ExpertsLayer, expert_parameters, routing
+from ..model.experts import ExpertsLayer, routing
+from ..model.layer_kinds import expert_parameters
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.offload import bare_copy
 from ..pipeline.block_sequences import BlockSequence

@@ -1,10 +1,13 @@
-"""`PruningRecord`: the entry "moonshot" of a pruned model's config.json."""
+"""`PruningRecord`: the entry "moonshot" of a pruned model's config.json, and the library versions in it."""
 
 import copy
 import dataclasses
+import functools
+import platform
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 from torch import nn
@@ -17,6 +20,7 @@ from ..objective.grid import Grid
 from ..objective.patterns import NM, MixedNM, Pattern
 
 KEY = "moonshot"  # of the record in a model's configuration
+_version = functools.cache(version)  # parses a file on every call
 NOT_PRUNED = f"config.json has no entry {KEY}: the model is not pruned"
 
 
@@ -169,6 +173,15 @@ class PruningRecord:
         """Store the record in a model's configuration; does nothing for a plain module."""
         if isinstance(getattr(model, "config", None), PreTrainedConfig):
             setattr(model.config, KEY, self.to_dict())
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries."""
+    installed = {"python": platform.python_version()}
+    for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
+        with suppress(PackageNotFoundError):
+            installed[name] = _version(name)
+    return installed
 
 
 @contextmanager
