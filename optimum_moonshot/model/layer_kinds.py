@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import Option, Text, require
 from ..objective.patterns import nonzeros
-from .offload import mark_written
+from .weights import mark_written
 
 WEIGHT = "weight"  # the name of the parameter in a module with one matrix
 # Bytes of the patches of a strip of a convolution, unless a single output row has more.

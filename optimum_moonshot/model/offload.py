@@ -1,49 +1,27 @@
-"""Weights that are in the model all the time, or that accelerate keeps in host memory or on disk.
-
-Code that reads a block's weights, or runs the block, does it under ``with block.onloaded():``. The block's `Weights`
-decides what that loads, so calibration, solvers and recovery need not know whether a model is on disk, in host memory
-or on the device.
+"""Weights that accelerate keeps in host memory or on disk, and that a block loads while it is onloaded (weights.py).
 
 `from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
 call of the module and offloads them after it. `Offloaded.onloaded` loads the weights of a whole block at once and
 disables the hooks until its end.
 
-Write-back is explicit: a weight is stored on exit if `mark_written` declared it, and dropped otherwise. Stored weights
-shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their zeros allow. The
-checkpoint never changes.
+Stored weights shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their
+zeros allow. The checkpoint never changes.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_tensor
-from .source_files import SourceFiles, copy_from_files, guard_source, offload_hooks, unprefixed
+from .source_files import SourceFiles, copy_from_files, guard_source, unprefixed
+from .weights import FOLDERS, ONLOADED, WEIGHTS, Weights, offload_hooks, tie_again
+from .weights import RESIDENT as RESIDENT  # for the users of offloaded weights
 
 Load = Callable[[], Tensor]
-
-
-class Weights(Protocol):
-    """The weights of a block."""
-
-    def onloaded(self) -> AbstractContextManager[None]:
-        """A reentrant context in which the block's parameters hold its weights."""
-
-
-class Resident:
-    """Weights that are in the model all the time."""
-
-    def onloaded(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-RESIDENT = Resident()
 
 
 class Changes(NamedTuple):
@@ -95,7 +73,7 @@ class _Slot:
         return self.owner._parameters if self.key in self.owner._parameters else self.owner._buffers
 
 
-class Offloaded:
+class Offloaded(Weights):
     """The offloaded weights of a block; `folder` returns the folder for written weights that come from disk."""
 
     read = 0  # bytes loaded, by all blocks
@@ -138,7 +116,7 @@ class Offloaded:
     def _onload(self) -> None:
         tied: dict[tuple[int, Any], nn.Parameter] = {}  # placeholder and device → the one parameter
         for slot in self.slots:
-            _ONLOADED[slot.owner] = self
+            ONLOADED[slot.owner] = self.written
             weights, placeholder = slot.hook.weights_map, slot.placeholder
             key = (id(placeholder), slot.hook.execution_device)
             if key in tied:
@@ -179,7 +157,7 @@ class Offloaded:
     def _clear(self) -> None:
         self.written.clear()
         for slot in self.slots:
-            _ONLOADED.pop(slot.owner, None)
+            ONLOADED.pop(slot.owner, None)
             slot.table[slot.key] = slot.placeholder
             if slot.parameter is not None:
                 slot.parameter.data = slot.parameter.detach().new_empty(0)
@@ -216,23 +194,6 @@ class Offloaded:
         self._spill = None  # the loaders that remain keep the file open
 
 
-_ONLOADED: WeakKeyDictionary[nn.Module, Offloaded] = WeakKeyDictionary()  # by the owner of each onloaded weight
-
-
-def mark_written(module: nn.Module, key: str) -> None:
-    """Declare that an onloaded weight of a module was written, or replaced: it is stored when it is offloaded again.
-
-    Does nothing for resident weights, so writers need not distinguish them.
-    """
-    weights = _ONLOADED.get(module)
-    if weights is not None:
-        weights.written.add((module, key))
-
-
-_WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
-_FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
-
-
 def _wrap_map(hook: Any) -> None:
     if not isinstance(hook.weights_map, WrittenMap):
         hook.weights_map = WrittenMap(hook.weights_map)
@@ -258,7 +219,7 @@ def offloaded_from(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Te
     """
     from accelerate.hooks import AlignDevicesHook
 
-    before = {module: vars(module).pop(_WEIGHTS) for module in model.modules() if _WEIGHTS in vars(module)}
+    before = {module: vars(module).pop(WEIGHTS) for module in model.modules() if WEIGHTS in vars(module)}
     try:
         for module, source in sources.items():  # accelerate's own function would replace the module's forward
             vars(module)["_hf_hook"] = AlignDevicesHook("cpu", offload=True, weights_map=source)
@@ -267,38 +228,17 @@ def offloaded_from(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Te
         for module in sources:
             vars(module).pop("_hf_hook", None)
         for module in model.modules():
-            vars(module).pop(_WEIGHTS, None)
+            vars(module).pop(WEIGHTS, None)
         for module, weights in before.items():
-            vars(module)[_WEIGHTS] = weights
+            vars(module)[WEIGHTS] = weights
 
 
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether some of a model's weights are offloaded between calls."""
-    return any(offload_hooks(module) for module in model.modules())
-
-
-def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module without the hooks that load weights, and without the weights.
-
-    `memo` is the argument of `copy.deepcopy`, with replacements for the tensors.
-    """
-    if not is_offloaded(module):
-        return copy.deepcopy(module, memo)
-    from accelerate.hooks import ModelHook, remove_hook_from_module
-
-    for inner in module.modules():
-        attributes = (vars(inner).get("_hf_hook"), vars(inner).get(_WEIGHTS))
-        memo |= {id(value): ModelHook() for value in attributes if value is not None}
-    return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
-
-
-def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
-    """The weights of a block of a model; with the model as `block`, the weights outside of its blocks `without`."""
+def offloaded_weights(model: nn.Module, block: nn.Module, modules: Sequence[nn.Module]) -> Weights:
+    """The weights that hooks on some modules of a block load; `block` remembers them."""
     from accelerate.utils import named_module_tensors
 
-    others = {module for other in without for module in other.modules()}
     slots = []
-    for module in (module for module in block.modules() if module not in others):
+    for module in modules:
         for hook in offload_hooks(module):
             tensors = named_module_tensors(
                 module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
@@ -309,26 +249,7 @@ def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] 
     if not slots:
         return RESIDENT
     tie_again(model)
-    cached: Offloaded | None = vars(block).get(_WEIGHTS)
+    cached: Offloaded | None = vars(block).get(WEIGHTS)
     if cached is None or cached.slots != slots:
-        cached = vars(block)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
+        cached = vars(block)[WEIGHTS] = Offloaded(slots, lambda: FOLDERS.get(model))
     return cached
-
-
-def write_to(model: nn.Module, folder: str | None) -> None:
-    """Set the folder for written weights that come from disk; None is the system's folder of temporary files."""
-    _FOLDERS[model] = folder
-
-
-def tie_again(model: nn.Module) -> None:
-    """Give tied offloaded weights one placeholder again: after a call of the model each name has its own."""
-    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        return
-    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
-        try:
-            tied, shared = model.get_parameter(name), model.get_parameter(source)
-        except AttributeError:
-            continue
-        if tied is not shared and tied.is_meta and shared.is_meta and tied.shape == shared.shape:
-            owner, _, key = name.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = shared

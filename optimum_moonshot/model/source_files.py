@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import MoonshotError, check_path, reason, require
+from .weights import offload_hooks
 
 _FILES = "_moonshot_files"  # attribute of accelerate's loader that holds its `SourceFiles`
 _HINT = "load the model again"
@@ -75,12 +76,6 @@ def unprefixed(source: Any, key: str) -> tuple[Any, str]:
     while hasattr(source, "dataset"):
         source, key = source.dataset, source.prefix + key
     return source, key
-
-
-def offload_hooks(module: nn.Module) -> list[Any]:
-    """accelerate's hooks that load a module's weights."""
-    hook = getattr(module, "_hf_hook", None)
-    return [hook for hook in getattr(hook, "hooks", (hook,)) if getattr(hook, "weights_map", None) is not None]
 
 
 def source_files(model: nn.Module) -> list[SourceFiles]:

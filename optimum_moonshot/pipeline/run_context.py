@@ -17,7 +17,7 @@ from ..errors import require
 from ..model.calls import CALL, Forward, called_by, replace_call
 from ..model.isolation import isolate, use_differentiable_attention, wide_products
 from ..model.layers import find_blocks, rest_onloaded
-from ..model.offload import write_to
+from ..model.weights import write_to
 from .backoff import enough_memory
 from .selection import Subject
 

@@ -33,7 +33,7 @@ from ..model.calls import (
 from ..model.experts import ExpertsLayer, routing
 from ..model.layer_kinds import expert_parameters
 from ..model.layers import Block, PrunableLayer, Structure
-from ..model.offload import bare_copy
+from ..model.weights import bare_copy
 from ..pipeline.block_sequences import BlockSequence
 
 

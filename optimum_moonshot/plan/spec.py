@@ -10,7 +10,7 @@ from ..calibration.storage import Storage
 from ..devices import is_gpu
 from ..errors import Option, Text, require
 from ..model.layers import Block, PrunableLayer, Structure, is_on_disk
-from ..model.offload import RESIDENT
+from ..model.weights import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
 from ..objective.problem_size import ProblemSize, objective_bytes
 from ..pipeline.block_sequences import BlockSequence
