@@ -18,8 +18,7 @@ from .file_integrity import Request, check_complete, check_files, check_no_other
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
 from .pretrained import model_class, read_model_config
-from .quantization_config import RUNTIMES
-from .weight_files import EXPORT, Checkpoint
+from .weight_files import EXPORT, RUNTIMES, Checkpoint
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something other than a model.
