@@ -13,23 +13,26 @@ from .errors import (
     Text,
     check_choice,
     check_expressions,
-    check_path,
     require,
     truncated_repr,
 )
 from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.grid import Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
-from .options import ALLOCATION, OPTIONS, RECIPES, SHARED_OPTIONS, Options, check_values, documented
+from .options import (
+    ALLOCATION,
+    DEFAULT_FISHER,
+    DEFAULT_LAM,
+    OPTIONS,
+    RECIPES,
+    RECOVERY_DEFAULTS,
+    SHARED_OPTIONS,
+    Options,
+    check_values,
+    documented,
+)
 from .solvers.base import Solver, make_solver, solver_class, solver_names
 from .solvers.hyperparameters import check_option, check_options, options_of
-
-# Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
-DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
-# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/choosing.md).
-DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
-# Defaults of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
-RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
 
 
 class _SolverDefault(float):
@@ -54,9 +57,6 @@ class MoonshotConfig(Options):
             object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
         self._set_dense_pattern()
         check_values(self)
-        if self.offload_dir is not None:
-            check_path("offload_dir", self.offload_dir)
-            self._require(isinstance(self.offload_dir, str), "offload_dir", "give the path as a string")
         _ = self.target_bytes_number, Grid(8 if self.bits is None else self.bits, self.quant_group)  # raise if invalid
         check_allocation(self.allocation)
         self._check_combinations()

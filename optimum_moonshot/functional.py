@@ -79,8 +79,8 @@ def prune_weight_path(
     patterns = [_quantized(dataclasses.replace(config, sparsity=sparsity), weight) for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
     results = solver.solve_path(objective, patterns)
-    results = [on_grid(solver, objective, *each) for each in zip(results, patterns, strict=True)]
-    finished = [_finished(*each, weight) for each in zip(results, patterns, strict=True)]
+    results = [on_grid(solver, objective, *pair) for pair in zip(results, patterns, strict=True)]
+    finished = [_finished(*pair, weight) for pair in zip(results, patterns, strict=True)]
     return dict(zip(sparsities, finished, strict=True))
 
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import check_choice, check_number, check_whole, require
+from .errors import check_choice, check_number, check_path, check_whole, require
 
 _BOUNDS = {
     "above": ("above", operator.gt),
@@ -23,6 +23,12 @@ _BOUNDS = {
     "below": ("below", operator.lt),
 }
 C = TypeVar("C", bound=type[Any])
+# Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
+DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
+# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/choosing.md).
+DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
+# Of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
+RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
 
 
 def option(default: Any, help: str, *, more: str = "", field: Mapping[str, Any] = {}, **declared: Any) -> Any:
@@ -35,8 +41,8 @@ def option(default: Any, help: str, *, more: str = "", field: Mapping[str, Any] 
         field: further arguments of `dataclasses.field`.
         declared: `group`, the title of the group that begins with this field; `metavar`; `choices`, of which an
             optional field has the first where the command line gives no value; the bounds `least`, `most`, `above` and
-            `below`; `experts`, why the field has no effect with pattern="experts"; `shared`, if it is a hyperparameter
-            of several solvers, which check it.
+            `below`; `path`, if it is one; `experts`, why the field has no effect with pattern="experts"; `shared`, for
+            a hyperparameter of several solvers, which check it.
     """
     return dataclasses.field(default=default, metadata={"help": help, "more": more, **declared}, **field)
 
@@ -108,7 +114,7 @@ class Options:
     lam: float | None = option(
         None,
         "weight of the reconstruction term, 0 to 1; the Fisher loss has the remaining weight, and 1 needs no backward "
-        "pass. Default: 0.9 for language models, 0.5 for vision",
+        f"pass. Default: {DEFAULT_LAM['language']} for language models, {DEFAULT_LAM['vision']} for vision",
         metavar="LAMBDA",
         least=0,
         most=1,
@@ -155,7 +161,8 @@ class Options:
     fisher: str | None = option(
         None,
         '"rows": every row of a matrix has a Fisher term of its own, as in the paper; "shared": the rows share their '
-        "mean, at little more than the cost of --lam 1. Default: shared for language models, rows for vision",
+        "mean, at little more than the cost of --lam 1. "
+        f"Default: {DEFAULT_FISHER['language']} for language models, {DEFAULT_FISHER['vision']} for vision",
         more="The mean assumes that the tokens' gradients are independent: Σ_t s_t x_t x_tᵀ, where s_t is the mean "
         "square of the gradient over the rows (GuidedQuant, arXiv 2505.07004).",
         choices=("rows", "shared"),
@@ -201,7 +208,11 @@ class Options:
         metavar="SIZE",
     )
     offload_dir: str | None = option(
-        None, "folder for caches that exceed the host memory", more="Its files are removed at the end.", metavar="DIR"
+        None,
+        "folder for caches that exceed the host memory",
+        more="Its files are removed at the end.",
+        metavar="DIR",
+        path=True,
     )
 
     solver_options: Mapping[str, Any] = option(
@@ -226,14 +237,16 @@ class Options:
     )
     recover_steps: int | None = option(
         None,
-        "maximum steps of --recover per decoder layer (150), of distill: in all (300)",
+        f"maximum steps of --recover per decoder layer ({RECOVERY_DEFAULTS['blockwise'][0]}), of distill: in all "
+        f"({RECOVERY_DEFAULTS['distill'][0]})",
         more='8 samples each, with early stopping. "gradual" takes a tenth of them after each of its first five '
         "stages, the others after the last.",
         least=1,
     )
     recover_lr: float | None = option(
         None,
-        "initial learning rate of --recover, relative to the weights (0.05; distill: 0.003)",
+        "initial learning rate of --recover, relative to the weights "
+        f"({RECOVERY_DEFAULTS['blockwise'][1]}; distill: {RECOVERY_DEFAULTS['distill'][1]})",
         more="A fraction of the root mean square of a parameter's surviving weights, with cosine decay to 0.",
         above=0,
         below=1,
@@ -321,6 +334,9 @@ def check_values(options: Options) -> None:
             require(isinstance(value, bool), "use True or False", field=name, value=value)
         elif "shared" in declared or (value is None and optional):
             continue
+        elif "path" in declared:
+            check_path(name, value)
+            require(isinstance(value, str), "give the path as a string", field=name, value=value)
         elif kind is int and "least" in declared:
             check_whole(name, value, declared["least"])
         elif kind is float:

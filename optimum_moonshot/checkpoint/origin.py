@@ -67,16 +67,10 @@ class Source(NamedTuple):
 class Origin:
     """The checkpoint of a model, as far as its saved weights depend on it; empty for a model without one."""
 
-    dequantized: str = ""  # the quantization that transformers undid while loading
+    notes: tuple[str, ...] = ()  # for the report of a run
     unloaded: dict[Path, list[str]] = field(default_factory=dict)  # file → weights that transformers does not load
     whole: bool = True  # whether the class is that of config.json
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the loaded weights, if some are not
-
-    @property
-    def notes(self) -> list[str]:
-        """The notes for the report of a run."""
-        undone = f"the weights were dequantized ({self.dequantized}) while the model was loaded; it is saved without"
-        return [f"{undone} quantization_config"] if self.dequantized else []
 
     def to_copy(
         self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None = None
@@ -131,13 +125,15 @@ def find_origin(model: nn.Module) -> Origin:
     if not isinstance(model, PreTrainedModel):
         return Origin()
     method, patterns = _detach_quantizer(model), model._keys_to_ignore_on_load_unexpected
+    undone = f"the weights were dequantized ({method}) while the model was loaded; it is saved without"
+    notes = (f"{undone} quantization_config",) if method else ()
     folder = _folder(source_of(model)) if patterns else None
     unloaded = {} if folder is None else _unloaded(model, folder, patterns or ())
     if folder is None or not unloaded:
-        return Origin(method)
+        return Origin(notes)
     names = Checkpoint(folder).config.get("architectures")
     whole = not isinstance(names, list) or type(model).__name__ in names
-    return Origin(method, unloaded, whole, _shapes(model))
+    return Origin(notes, unloaded, whole, _shapes(model))
 
 
 def remember_source(model: nn.Module, source: Source) -> None:
