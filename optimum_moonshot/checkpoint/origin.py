@@ -271,7 +271,7 @@ class SideFiles:
 
 
 def copy_side_files(source: Path, target: Path, without: Collection[str] = ()) -> None:
-    """Copy all files of a checkpoint but its weights, except those that the target has already.
+    """Copy all files of a checkpoint except its weights and files that the target already has.
 
     Args:
         source: its folder; links may lead to other files in it, or to the Hub's cache.

@@ -46,7 +46,7 @@ def flag(name: str) -> str:
 
 
 def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Add `--import`, and one option per field of MoonshotConfig, except those `without` one."""
+    """Add `--import`, and an option for every field of MoonshotConfig that is not in `without`."""
     for title, fields in GROUPS.items():
         group = parser.add_argument_group(f"method: {title.lower()}")
         if title == "Target" and not without:

@@ -26,7 +26,7 @@ from .calls import CALL, model_device, replace_call
 
 # Modules whose wrappers around a forward are removed; functools.wraps gives a wrapper the name of what it wraps.
 _WRAPPERS = ("accelerate.utils.", "torch._dynamo.", "torch.amp.")
-_ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers, without those inside it
+_ATTENTION = "_attn_implementation_internal"  # of a configuration of transformers; nested ones have their own
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
 
 

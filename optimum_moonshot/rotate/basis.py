@@ -79,8 +79,8 @@ class Basis:
     def keep(self) -> None:
         """Untie parameters that need two bases, and copy the parameters that will change to host memory.
 
-        Then no parameters are tied by the configuration any more, also not others, such as the bias of a head to that
-        of a layer in it: after saving and loading, all of them would be separate.
+        The configuration then ties no parameters, so others are untied too, such as the bias of a head from that of a
+        layer in it: after saving and loading, all of them would be separate.
         """
         tied = _tied_names(self.model)
         for at in self._to_untie():
