@@ -29,9 +29,6 @@ class PruningRecord:
     """How a model was pruned: enough to pack it, to train it, and to prune another in the same way.
 
     A record can be read without the solver, which may be in a package that is not installed.
-
-    Raises:
-        MoonshotError: a field of another type, or an invalid configuration; it names the field.
     """
 
     VERSION: ClassVar[int] = 1
@@ -51,7 +48,8 @@ class PruningRecord:
     # None: all layers have the bits of the configuration.
     bits: Mapping[str, int] | None = None
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        """Raise `MoonshotError`, with the name of the field, for another type or an invalid configuration."""
         with _explained():
             optional_objects = ("calibration", "compaction", "rotation", "shrink")
             for name in ("config", "solver_options", "versions", "allocated", *optional_objects):
@@ -75,7 +73,6 @@ class PruningRecord:
         with _explained():
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
-            object.__setattr__(self, "dense", tuple(self.dense))
             valid = self.bits is None or isinstance(self.bits, Mapping)
             require(valid, "must be an object or null", field="bits", value=self.bits)
             _ = self.layer_grids(self.bits or ())
@@ -148,7 +145,9 @@ class PruningRecord:
             check_whole("version", values["version"], least=1)
         newer = f"config.json, {KEY}: version={values['version']}: this release reads {cls.VERSION}; update it"
         require(values["version"] == cls.VERSION, newer)
-        return cls(**{field.name: copy.deepcopy(values[field.name]) for field in fields if field.name in values})
+        record = cls(**{field.name: copy.deepcopy(values[field.name]) for field in fields if field.name in values})
+        record._check()
+        return dataclasses.replace(record, dense=tuple(record.dense))
 
     @classmethod
     def read(cls, config: Any) -> "PruningRecord | None":
