@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 from .errors import (
@@ -154,7 +155,7 @@ class MoonshotConfig(Options):
         if self.damping is None and isinstance(default, float):
             object.__setattr__(self, "damping", _SolverDefault(default))
         object.__setattr__(self, "solver_options", {name: values[name] for name in declared if name in values})
-        self.make_solver()  # raises for hyperparameters that do not fit together
+        _ = self._hyperparameters  # raises for hyperparameters that do not fit together
 
     def _explicit(self, name: str) -> Any:
         """Return a shared option's value; None for the solver's default."""
@@ -166,7 +167,7 @@ class MoonshotConfig(Options):
         """Whether an allocation divides a number of bytes."""
         return self.target_bytes is not None or self.bits_per_weight is not None
 
-    @property
+    @cached_property
     def pattern_rules(self) -> PatternRules:
         """The pattern of each layer."""
         return PatternRules.parse(self.pattern, self.sparsity, self.group_size, self.allocation)
@@ -176,17 +177,17 @@ class MoonshotConfig(Options):
         """`pattern`, `sparsity` and `group_size` as one object; None if only an allocation by name is given."""
         return self.pattern_rules.default
 
-    @property
+    @cached_property
     def grid(self) -> Grid | None:
         """`bits` and `quant_group` as one object; None without bits."""
         return None if self.bits is None else Grid(self.bits, self.quant_group)
 
-    @property
+    @cached_property
     def target_bytes_number(self) -> int | None:
         """`target_bytes` as a number."""
         return None if self.target_bytes is None else memory_size("target_bytes", self.target_bytes)
 
-    @property
+    @cached_property
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
@@ -202,7 +203,12 @@ class MoonshotConfig(Options):
         return RECOVERY_DEFAULTS[self.recover or "blockwise"][1] if self.recover_lr is None else self.recover_lr
 
     def make_solver(self) -> Solver:
-        """Build the solver with its hyperparameters."""
+        """Return the solver with its hyperparameters."""
+        return self._made_solver
+
+    @cached_property
+    def _made_solver(self) -> Solver:
+        """The solver, made once: it is immutable."""
         declared = options_of(solver_class(self.solver))
         shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in declared}
         explicit = {name: value for name, value in shared.items() if value is not None}
@@ -210,8 +216,11 @@ class MoonshotConfig(Options):
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return all hyperparameters of the solver with their values."""
-        solver = self.make_solver()
-        return {name: getattr(solver, name) for name in options_of(type(solver))}
+        return dict(self._hyperparameters)
+
+    @cached_property
+    def _hyperparameters(self) -> dict[str, Any]:
+        return {name: getattr(self._made_solver, name) for name in options_of(type(self._made_solver))}
 
     def resolve_lam(self, kind: str = "language") -> float:
         """Return λ, by default the paper's for this kind of model ("language" or "vision").
