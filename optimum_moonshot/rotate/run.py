@@ -18,7 +18,7 @@ from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from .basis import Basis, ModelRotation, check_invariance, check_same, outputs
-from .gather import WHERE, PatternsOf, gather, offload_inverses, rotatable_spaces
+from .gather import WHERE, PatternsOf, gather, release_inverses, rotatable_spaces
 from .learning import Learned, learn, rotations
 from .permutation_search import permute_channels
 from .report import RotationReport
@@ -127,7 +127,10 @@ def _learn(
     """Learn rotations, then permutations, then scales; resumes the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
     steps, shown = config.rotation_steps, prepared.subject.progress
-    retried = partial(prepared.backoff.with_more_memory, WHERE, offload=partial(offload_inverses, prepared, objective))
+
+    def retried(work: Callable[[], None]) -> None:
+        prepared.backoff.with_more_memory(WHERE, work, partial(release_inverses, prepared, objective))
+
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
 
