@@ -63,7 +63,7 @@ def add_model_options(
         parser.add_argument(
             "--offload",
             choices=("cpu", "disk"),
-            help="keep the decoder layers in host memory or in the checkpoint's files, with one at a time on the device",
+            help="keep the decoder layers in host memory or the checkpoint's files, with one at a time on the device",
         )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
