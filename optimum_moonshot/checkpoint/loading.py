@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_choice, check_path, error_context, reason, require
-from ..model.source_files import guard_source
+from ..model.offload import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
