@@ -61,7 +61,7 @@ class Options:
     )
     sparsity: float | None = option(
         None,
-        "fraction of the weights (of the experts) to remove, 0 to 1; follows from n:m",
+        "fraction of the weights (or experts) to remove, 0 to 1; n:m implies it",
         more='For "n:4" it is an upper bound on the fraction over all layers, reached as closely as steps of a quarter '
         "of a layer allow.",
     )
@@ -73,7 +73,7 @@ class Options:
         "prunes, other solvers afterwards.",
     )
     bits_per_weight: float | None = option(
-        None, "as --target-bytes, by the mean bits per weight of the pruned layers", above=0
+        None, "like --target-bytes, given as the mean bits per weight of the pruned layers", above=0
     )
     target_bytes: int | str | None = option(
         None,
@@ -122,7 +122,7 @@ class Options:
     rotation: str | None = option(
         None,
         "learned: rotate the residual stream and the heads before pruning, by matrices learned on the calibration data "
-        "and merged into the weights; heads: these alone. Default: none",
+        "and merged into the weights; heads: rotate the heads only. Default: none",
         more="The matrices are orthogonal, and the model's function stays the same; `heads` keeps tied embeddings "
         "tied. Both also compute a channel permutation for n:m and, for patterns with a sparsity, scale rows to units "
         "of the loss.",
@@ -132,7 +132,7 @@ class Options:
     recover: str | None = option(
         None,
         "blockwise: tune the surviving weights of one decoder layer after another on the calibration data; gradual: "
-        "also prune each in stages; distill: train the whole model to reproduce the dense model's predictions; zeros "
+        "also prune it in stages; distill: train the whole model to reproduce the dense model's predictions; zeros "
         "stay zeros. Default: none",
         more="Tuning needs no labels: a layer reproduces its dense output. The stages are six, each from the weights "
         "and inputs of the previous one. A decoder layer that loses neurons, heads or experts has all of its "
@@ -170,7 +170,7 @@ class Options:
     )
     fisher_layers: str = option(
         "all",
-        '"all" (the default) or "attention": the layers that use the Fisher loss',
+        'layers that use the Fisher loss: "all" (the default) or "attention"',
         more="The others have λ = 1. The paper uses the attention's for language models.",
         metavar="LAYERS",
         choices=("all", "attention"),
@@ -178,7 +178,8 @@ class Options:
     )
     under_calibrated_experts: str = option(
         "all",
-        "experts with few routed tokens: all tokens instead (the default), magnitude, or routed as they are",
+        'statistics of experts with few routed tokens: "all" tokens (the default), the "routed" ones as they are, or '
+        'none, for pruning by "magnitude"',
         more="Few are less than one per four inputs. The report lists these experts.",
         choices=("all", "magnitude", "routed"),
         experts="uses the tokens routed to each expert, however few",
@@ -217,7 +218,7 @@ class Options:
 
     solver_options: Mapping[str, Any] = option(
         dataclasses.MISSING,
-        "a hyperparameter of the solver, such as block_size=64; repeat it for others",
+        "a hyperparameter of the solver, such as block_size=64; may be repeated",
         more="In Python a dict of name → value. `damping` and `block_size` are moved to their fields.",
         group="Hyperparameters",
         field={"default_factory": dict, "hash": False},
@@ -237,8 +238,8 @@ class Options:
     )
     recover_steps: int | None = option(
         None,
-        f"maximum steps of --recover per decoder layer ({RECOVERY_DEFAULTS['blockwise'][0]}), of distill: in all "
-        f"({RECOVERY_DEFAULTS['distill'][0]})",
+        f"maximum steps of --recover for each decoder layer ({RECOVERY_DEFAULTS['blockwise'][0]}), or in total with "
+        f"distill ({RECOVERY_DEFAULTS['distill'][0]})",
         more='8 samples each, with early stopping. "gradual" takes a tenth of them after each of its first five '
         "stages, the others after the last.",
         least=1,
@@ -265,7 +266,9 @@ class Options:
         None, "rows of each matrix that --rotation uses (all); fewer are faster", least=1
     )
     owl_threshold: float = option(5.0, "OWL: an outlier exceeds M times the mean", metavar="M", above=0)
-    owl_lambda: float = option(0.08, "OWL: densities spread over twice this", metavar="LAMBDA", least=0, below=1)
+    owl_lambda: float = option(
+        0.08, "OWL: the densities of layers differ by at most twice this", metavar="LAMBDA", least=0, below=1
+    )
     alpha_tau: float = option(
         0.1,
         "AlphaPruning: sparsities in proportion to 1 ± TAU",

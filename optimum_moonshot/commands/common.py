@@ -56,7 +56,10 @@ def add_model_options(
     parser.allow_abbrev = False  # an unknown option would match another with the same prefix
     parser.add_argument("model", metavar=metavar, help=help)
     if loaded:
-        dtypes, text = ("auto", "float32", "bfloat16", "float16"), "of the loaded model; auto: as it was saved"
+        dtypes, text = (
+            ("auto", "float32", "bfloat16", "float16"),
+            "of the loaded model; auto: the checkpoint's dtype",
+        )
         parser.add_argument("--dtype", choices=dtypes, default="auto", help=text)
         parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     if by_layer:
