@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accuracy, perplexity
 from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, find_tasks, win_rate, zero_shot
 from optimum_moonshot.model.model_info import takes_images
-from optimum_moonshot.reports.measurement import versions
+from optimum_moonshot.reports.record import versions
 from optimum_moonshot.sweep.report import Mean, SweepEntry, baseline_lam, mean
 
 LAMBDAS = {"language": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0), "vision": (0.0, 0.25, 0.5, 0.75, 1.0)}

@@ -14,9 +14,9 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .checkpoint.converting import convert as convert
     from .checkpoint.loading import load_pruned as load_pruned
-    from .checkpoint.quantization_config import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
     from .checkpoint.verification import Verification as Verification
     from .checkpoint.verification import verify as verify
+    from .checkpoint.weight_files import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
     from .config import MoonshotConfig as MoonshotConfig
     from .data.self_calibration import SelfCalibration as SelfCalibration
     from .errors import MoonshotError as MoonshotError
@@ -42,7 +42,7 @@ _MODULES = {
     "MoonshotCallback": "integrations.trainer",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
-    "MoonshotPrunedCheckpoint": "checkpoint.quantization_config",
+    "MoonshotPrunedCheckpoint": "checkpoint.weight_files",
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
     "SelfCalibration": "data.self_calibration",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 from .errors import (
@@ -13,22 +14,25 @@ from .errors import (
     Text,
     check_choice,
     check_expressions,
-    check_path,
     require,
     truncated_repr,
 )
 from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.grid import Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
-from .options import ALLOCATION, OPTIONS, RECIPES, SHARED_OPTIONS, Options, check_values, documented
+from .options import (
+    ALLOCATION,
+    DEFAULT_FISHER,
+    DEFAULT_LAM,
+    OPTIONS,
+    RECIPES,
+    RECOVERY_DEFAULTS,
+    SHARED_OPTIONS,
+    Options,
+    check_values,
+    documented,
+)
 from .solvers.base import Solver, check_option, check_options, make_solver, options_of, solver_class, solver_names
-
-# Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
-DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
-# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/choosing.md).
-DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
-# Defaults of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
-RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
 
 
 class _SolverDefault(float):
@@ -53,9 +57,6 @@ class MoonshotConfig(Options):
             object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
         self._set_dense_pattern()
         check_values(self)
-        if self.offload_dir is not None:
-            check_path("offload_dir", self.offload_dir)
-            self._require(isinstance(self.offload_dir, str), "offload_dir", "give the path as a string")
         _ = self.target_bytes_number, Grid(8 if self.bits is None else self.bits, self.quant_group)  # raise if invalid
         check_allocation(self.allocation)
         self._check_combinations()
@@ -153,7 +154,7 @@ class MoonshotConfig(Options):
         if self.damping is None and isinstance(default, float):
             object.__setattr__(self, "damping", _SolverDefault(default))
         object.__setattr__(self, "solver_options", {name: values[name] for name in declared if name in values})
-        self.make_solver()  # raises for hyperparameters that do not fit together
+        _ = self._hyperparameters  # raises for hyperparameters that do not fit together
 
     def _explicit(self, name: str) -> Any:
         """Return a shared option's value; None for the solver's default."""
@@ -165,7 +166,7 @@ class MoonshotConfig(Options):
         """Whether an allocation divides a number of bytes."""
         return self.target_bytes is not None or self.bits_per_weight is not None
 
-    @property
+    @cached_property
     def pattern_rules(self) -> PatternRules:
         """The pattern of each layer."""
         return PatternRules.parse(self.pattern, self.sparsity, self.group_size, self.allocation)
@@ -175,17 +176,17 @@ class MoonshotConfig(Options):
         """`pattern`, `sparsity` and `group_size` as one object; None if only an allocation by name is given."""
         return self.pattern_rules.default
 
-    @property
+    @cached_property
     def grid(self) -> Grid | None:
         """`bits` and `quant_group` as one object; None without bits."""
         return None if self.bits is None else Grid(self.bits, self.quant_group)
 
-    @property
+    @cached_property
     def target_bytes_number(self) -> int | None:
         """`target_bytes` as a number."""
         return None if self.target_bytes is None else memory_size("target_bytes", self.target_bytes)
 
-    @property
+    @cached_property
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
@@ -201,7 +202,12 @@ class MoonshotConfig(Options):
         return RECOVERY_DEFAULTS[self.recover or "blockwise"][1] if self.recover_lr is None else self.recover_lr
 
     def make_solver(self) -> Solver:
-        """Build the solver with its hyperparameters."""
+        """Return the solver with its hyperparameters."""
+        return self._made_solver
+
+    @cached_property
+    def _made_solver(self) -> Solver:
+        """The solver, made once: it is immutable."""
         declared = options_of(solver_class(self.solver))
         shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in declared}
         explicit = {name: value for name, value in shared.items() if value is not None}
@@ -209,8 +215,11 @@ class MoonshotConfig(Options):
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return all hyperparameters of the solver with their values."""
-        solver = self.make_solver()
-        return {name: getattr(solver, name) for name in options_of(type(solver))}
+        return dict(self._hyperparameters)
+
+    @cached_property
+    def _hyperparameters(self) -> dict[str, Any]:
+        return {name: getattr(self._made_solver, name) for name in options_of(type(self._made_solver))}
 
     def resolve_lam(self, kind: str = "language") -> float:
         """Return λ, by default the paper's for this kind of model ("language" or "vision").

@@ -98,8 +98,8 @@ class MoonshotError(ValueError):
 
     def render(self, option: Callable[[Option], str] = str) -> str:
         """Return the whole message, with each field as `option` formats it."""
-        texts = [each.render(option) if isinstance(each, Text) else each for each in (self.message, self.hint)]
-        heads = [option(each) if isinstance(each, Option) else each for each in self.prefixes]
+        texts = [text.render(option) if isinstance(text, Text) else text for text in (self.message, self.hint)]
+        heads = [option(name) if isinstance(name, Option) else name for name in self.prefixes]
         if self.field:
             heads.append(option(Option(self.field, self.value)))
         return ": ".join(filter(None, [*heads, "; ".join(filter(None, texts))]))

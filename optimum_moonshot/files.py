@@ -1,4 +1,4 @@
-"""Write files atomically: those of a folder appear together once all are complete."""
+"""Write files atomically: the files of a folder appear together, once all are complete."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def staged(field: str, directory: str | os.PathLike[str], model: bool = True) ->
 
 @contextmanager
 def temporary_folder(prefix: str, directory: Path) -> Iterator[Path]:
-    """A folder in `directory`, deleted on exit; those with this prefix that killed processes left are deleted first."""
+    """A folder in `directory`, deleted on exit; folders with this prefix of killed processes are deleted first."""
     with contextlib.ExitStack() as stack:
         with _serialized(prefix, directory):  # nobody must see the folder as abandoned before it is locked
             _remove_abandoned(prefix, directory)

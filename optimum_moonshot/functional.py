@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import MoonshotConfig
+from .devices import usual_settings
 from .errors import MoonshotError, Option, Text, check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite, in_unit
@@ -17,7 +18,6 @@ from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzero
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
 from .solvers.quantization import from_unit, on_grid
-from .torch_settings import usual_settings
 
 
 @usual_settings()
@@ -79,8 +79,8 @@ def prune_weight_path(
     patterns = [_quantized(dataclasses.replace(config, sparsity=sparsity), weight) for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
     results = solver.solve_path(objective, patterns)
-    results = [on_grid(solver, objective, *each) for each in zip(results, patterns, strict=True)]
-    finished = [_finished(*each, weight) for each in zip(results, patterns, strict=True)]
+    results = [on_grid(solver, objective, *pair) for pair in zip(results, patterns, strict=True)]
+    finished = [_finished(*pair, weight) for pair in zip(results, patterns, strict=True)]
     return dict(zip(sparsities, finished, strict=True))
 
 

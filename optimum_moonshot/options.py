@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import check_choice, check_number, check_whole, require
+from .errors import check_choice, check_number, check_path, check_whole, require
 
 _BOUNDS = {
     "above": ("above", operator.gt),
@@ -23,6 +23,12 @@ _BOUNDS = {
     "below": ("below", operator.lt),
 }
 C = TypeVar("C", bound=type[Any])
+# Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
+DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
+# A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/choosing.md).
+DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
+# Of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
+RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
 
 
 def option(default: Any, help: str, *, more: str = "", field: Mapping[str, Any] = {}, **declared: Any) -> Any:
@@ -35,8 +41,8 @@ def option(default: Any, help: str, *, more: str = "", field: Mapping[str, Any] 
         field: further arguments of `dataclasses.field`.
         declared: `group`, the title of the group that begins with this field; `metavar`; `choices`, of which an
             optional field has the first where the command line gives no value; the bounds `least`, `most`, `above` and
-            `below`; `experts`, why the field has no effect with pattern="experts"; `shared`, if it is a hyperparameter
-            of several solvers, which check it.
+            `below`; `path`, if it is one; `experts`, why the field has no effect with pattern="experts"; `shared`, for
+            a hyperparameter of several solvers, which check it.
     """
     return dataclasses.field(default=default, metadata={"help": help, "more": more, **declared}, **field)
 
@@ -55,7 +61,7 @@ class Options:
     )
     sparsity: float | None = option(
         None,
-        "fraction of the weights (of the experts) to remove, 0 to 1; follows from n:m",
+        "fraction of the weights (or experts) to remove, 0 to 1; n:m implies it",
         more='For "n:4" it is an upper bound on the fraction over all layers, reached as closely as steps of a quarter '
         "of a layer allow.",
     )
@@ -67,7 +73,7 @@ class Options:
         "prunes, other solvers afterwards.",
     )
     bits_per_weight: float | None = option(
-        None, "as --target-bytes, by the mean bits per weight of the pruned layers", above=0
+        None, "like --target-bytes, given as the mean bits per weight of the pruned layers", above=0
     )
     target_bytes: int | str | None = option(
         None,
@@ -108,7 +114,7 @@ class Options:
     lam: float | None = option(
         None,
         "weight of the reconstruction term, 0 to 1; the Fisher loss has the remaining weight, and 1 needs no backward "
-        "pass. Default: 0.9 for language models, 0.5 for vision",
+        f"pass. Default: {DEFAULT_LAM['language']} for language models, {DEFAULT_LAM['vision']} for vision",
         metavar="LAMBDA",
         least=0,
         most=1,
@@ -116,7 +122,7 @@ class Options:
     rotation: str | None = option(
         None,
         "learned: rotate the residual stream and the heads before pruning, by matrices learned on the calibration data "
-        "and merged into the weights; heads: these alone. Default: none",
+        "and merged into the weights; heads: rotate the heads only. Default: none",
         more="The matrices are orthogonal, and the model's function stays the same; `heads` keeps tied embeddings "
         "tied. Both also compute a channel permutation for n:m and, for patterns with a sparsity, scale rows to units "
         "of the loss.",
@@ -126,7 +132,7 @@ class Options:
     recover: str | None = option(
         None,
         "blockwise: tune the surviving weights of one decoder layer after another on the calibration data; gradual: "
-        "also prune each in stages; distill: train the whole model to reproduce the dense model's predictions; zeros "
+        "also prune it in stages; distill: train the whole model to reproduce the dense model's predictions; zeros "
         "stay zeros. Default: none",
         more="Tuning needs no labels: a layer reproduces its dense output. The stages are six, each from the weights "
         "and inputs of the previous one. A decoder layer that loses neurons, heads or experts has all of its "
@@ -155,7 +161,8 @@ class Options:
     fisher: str | None = option(
         None,
         '"rows": every row of a matrix has a Fisher term of its own, as in the paper; "shared": the rows share their '
-        "mean, at little more than the cost of --lam 1. Default: shared for language models, rows for vision",
+        "mean, at little more than the cost of --lam 1. "
+        f"Default: {DEFAULT_FISHER['language']} for language models, {DEFAULT_FISHER['vision']} for vision",
         more="The mean assumes that the tokens' gradients are independent: Σ_t s_t x_t x_tᵀ, where s_t is the mean "
         "square of the gradient over the rows (GuidedQuant, arXiv 2505.07004).",
         choices=("rows", "shared"),
@@ -163,7 +170,7 @@ class Options:
     )
     fisher_layers: str = option(
         "all",
-        '"all" (the default) or "attention": the layers that use the Fisher loss',
+        'layers that use the Fisher loss: "all" (the default) or "attention"',
         more="The others have λ = 1. The paper uses the attention's for language models.",
         metavar="LAYERS",
         choices=("all", "attention"),
@@ -171,7 +178,8 @@ class Options:
     )
     under_calibrated_experts: str = option(
         "all",
-        "experts with few routed tokens: all tokens instead (the default), magnitude, or routed as they are",
+        'statistics of experts with few routed tokens: "all" tokens (the default), the "routed" ones as they are, or '
+        'none, for pruning by "magnitude"',
         more="Few are less than one per four inputs. The report lists these experts.",
         choices=("all", "magnitude", "routed"),
         experts="uses the tokens routed to each expert, however few",
@@ -201,12 +209,16 @@ class Options:
         metavar="SIZE",
     )
     offload_dir: str | None = option(
-        None, "folder for caches that exceed the host memory", more="Its files are removed at the end.", metavar="DIR"
+        None,
+        "folder for caches that exceed the host memory",
+        more="Its files are removed at the end.",
+        metavar="DIR",
+        path=True,
     )
 
     solver_options: Mapping[str, Any] = option(
         dataclasses.MISSING,
-        "a hyperparameter of the solver, such as block_size=64; repeat it for others",
+        "a hyperparameter of the solver, such as block_size=64; may be repeated",
         more="In Python a dict of name → value. `damping` and `block_size` are moved to their fields.",
         group="Hyperparameters",
         field={"default_factory": dict, "hash": False},
@@ -226,14 +238,16 @@ class Options:
     )
     recover_steps: int | None = option(
         None,
-        "maximum steps of --recover per decoder layer (150), of distill: in all (300)",
+        f"maximum steps of --recover for each decoder layer ({RECOVERY_DEFAULTS['blockwise'][0]}), or in total with "
+        f"distill ({RECOVERY_DEFAULTS['distill'][0]})",
         more='8 samples each, with early stopping. "gradual" takes a tenth of them after each of its first five '
         "stages, the others after the last.",
         least=1,
     )
     recover_lr: float | None = option(
         None,
-        "initial learning rate of --recover, relative to the weights (0.05; distill: 0.003)",
+        "initial learning rate of --recover, relative to the weights "
+        f"({RECOVERY_DEFAULTS['blockwise'][1]}; distill: {RECOVERY_DEFAULTS['distill'][1]})",
         more="A fraction of the root mean square of a parameter's surviving weights, with cosine decay to 0.",
         above=0,
         below=1,
@@ -252,7 +266,9 @@ class Options:
         None, "rows of each matrix that --rotation uses (all); fewer are faster", least=1
     )
     owl_threshold: float = option(5.0, "OWL: an outlier exceeds M times the mean", metavar="M", above=0)
-    owl_lambda: float = option(0.08, "OWL: densities spread over twice this", metavar="LAMBDA", least=0, below=1)
+    owl_lambda: float = option(
+        0.08, "OWL: the densities of layers differ by at most twice this", metavar="LAMBDA", least=0, below=1
+    )
     alpha_tau: float = option(
         0.1,
         "AlphaPruning: sparsities in proportion to 1 ± TAU",
@@ -321,6 +337,9 @@ def check_values(options: Options) -> None:
             require(isinstance(value, bool), "use True or False", field=name, value=value)
         elif "shared" in declared or (value is None and optional):
             continue
+        elif "path" in declared:
+            check_path(name, value)
+            require(isinstance(value, str), "give the path as a string", field=name, value=value)
         elif kind is int and "least" in declared:
             check_whole(name, value, declared["least"])
         elif kind is float:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .checkpoint.in_memory import to_runtime
-from .checkpoint.origin import find_origin, source_of
+from .checkpoint.origin import SideFiles, find_origin, source_of
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.saving import publish_model, save_model
-from .checkpoint.side_files import SideFiles
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled

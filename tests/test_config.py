@@ -75,7 +75,7 @@ def test_every_field_has_bad_values():
 
 def test_declarations_have_no_unknown_entries():
     known = {
-        *("help", "more", "group", "metavar", "choices", "shared", "experts"),
+        *("help", "more", "group", "metavar", "choices", "path", "shared", "experts"),
         *("least", "most", "above", "below"),
     }
     assert not [name for name, field in OPTIONS.items() if set(field.metadata) - known]

@@ -11,7 +11,7 @@ PACKAGE = Path(optimum_moonshot.__file__).parent
 # A package imports only from lower floors, and from itself.
 FLOORS = (
     ("approximate", "version", "errors", "devices"),
-    ("files", "progress", "mapped", "torch_settings", "options"),
+    ("files", "progress", "mapped", "options"),
     ("objective", "distributed"),
     ("solvers",),
     ("config",),

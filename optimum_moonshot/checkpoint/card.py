@@ -14,10 +14,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from ..config import RECOVERY_DEFAULTS
 from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
+from ..options import RECOVERY_DEFAULTS
 from ..reports.measurement import data_name
 from ..reports.plots import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights

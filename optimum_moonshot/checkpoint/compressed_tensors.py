@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import error_context, require
-from ..model.experts import expert_parameters
+from ..model.layer_kinds import expert_parameters
 from ..objective.grid import Grid
 from ..objective.linalg import CPU_BYTES, slices_within
 from ..packing import Quantized

@@ -11,9 +11,9 @@ from .card import Facts, write_card
 from .compressed_tensors import export_files
 from .file_integrity import check_files, check_no_other_weights
 from .hub import HUB_OPTIONS, local_folder
+from .origin import copy_side_files
 from .packed_files import FORMATS, pack_files, unpack_files
 from .pretrained import checkpoint_meta_model
-from .side_files import copy_side_files
 from .weight_files import EXPORT, Checkpoint
 
 

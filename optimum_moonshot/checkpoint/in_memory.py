@@ -25,7 +25,7 @@ from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 from ..runtime.packed_module import PackedMatrix, PackedModule
 from .packed_files import FORMATS, check_reloads, pruned_layers, save_streamed
-from .quantization_config import RUNTIMES, MoonshotPrunedCheckpoint
+from .weight_files import RUNTIMES, MoonshotPrunedCheckpoint
 
 PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 _WEIGHT = "weight"

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_choice, check_path, error_context, reason, require
-from ..model.source_files import guard_source
+from ..model.offload import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
@@ -18,8 +18,7 @@ from .file_integrity import Request, check_complete, check_files, check_no_other
 from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
 from .pretrained import model_class, read_model_config
-from .quantization_config import RUNTIMES
-from .weight_files import EXPORT, Checkpoint
+from .weight_files import EXPORT, RUNTIMES, Checkpoint
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something other than a model.

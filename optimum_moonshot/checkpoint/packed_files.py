@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..errors import MoonshotError, Option, Text, error_context, reason, require
 from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
-from ..model.offload import tie_again
+from ..model.weights import tie_again
 from ..objective.grid import Grid
 from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
 from ..packing import PackedLayer, Quantized

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..distributed.ranks import on_main_process
 from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import replace_file, staged, writing
-from ..model.offload import is_offloaded
-from ..model.source_files import check_not_source
+from ..model.offload import check_not_source
+from ..model.weights import is_offloaded
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..rotate.report import RotationReport
 from .card import Facts, render_rotated, update_evaluations, write_card

@@ -20,19 +20,21 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
-from ..errors import MoonshotError, error_context, require
+from ..errors import MoonshotError, check_choice, error_context, require
 from ..files import read_json
-from ..packing import PackedLayer, weight_of
+from ..packing import INPUTS, PackedLayer, weight_of
 
 EXPORT = "compressed-tensors"  # the format for other readers, and `quant_method` in config.json
 METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
 VERSION = 1
+RUNTIMES = ("dense", "packed", "auto")
 EXPLICIT = "transformers_weights"  # in config.json: a file that transformers reads instead of its usual ones
 PACKED_INDEX = "moonshot.safetensors.index.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,6 +68,50 @@ def check_config_entry(quantization: Mapping[str, Any]) -> None:
         )
     unknown = {name: value for name, value in quantization.items() if name not in config_entry()}
     require(not unknown, f"quantization_config in config.json has unknown fields: {short(unknown)}", hint="remove them")
+
+
+class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
+    """The runtime of the layers of a pruned checkpoint, as `quantization_config` of `from_pretrained`.
+
+    ```python
+    config = MoonshotPrunedCheckpoint(runtime="auto")
+    model = AutoModelForCausalLM.from_pretrained("Llama-3.2-1B-2of4-packed", quantization_config=config)
+    ```
+
+    transformers also builds it from the entry in config.json of a packed checkpoint, and names it in its error for a
+    `MoonshotConfig` that is passed for an already pruned model. A model with packed layers has it as
+    `model.config.quantization_config`.
+
+    Args:
+        runtime: "dense", "packed" or "auto"; see `load_pruned`.
+        dequantize: True for runtime="dense", as transformers names it in other configurations.
+        inputs: "int8" or "float"; see `load_pruned`.
+
+    Raises:
+        MoonshotError: another runtime, other inputs, or `dequantize` with a runtime other than "dense".
+    """
+
+    quant_method = cast(QuantizationMethod, METHOD)
+
+    def __init__(self, runtime: str = "dense", dequantize: bool = False, inputs: str = INPUTS[0]):
+        check_choice("runtime", runtime, RUNTIMES)
+        check_choice("inputs", inputs, INPUTS)
+        contradiction = dequantize and runtime != "dense"
+        require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)
+        self.runtime, self.dequantize, self.inputs = runtime, dequantize, inputs
+
+    @classmethod
+    def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
+        """Read the entry in config.json; the runtime is the caller's choice, other arguments are ignored."""
+        check_config_entry(config_dict)
+        return cls()
+
+    def to_dict(self) -> dict[str, Any]:
+        return config_entry()
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Return the attributes that transformers copies to the configuration of config.json."""
+        return {"runtime": self.runtime, "dequantize": self.dequantize, "inputs": self.inputs}
 
 
 class Checkpoint:

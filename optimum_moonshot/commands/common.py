@@ -50,23 +50,25 @@ def add_model_options(
     metavar: str = "MODEL",
     help: str = "a language or image model: folder, or name on the Hub",
     loaded: bool = True,
+    by_layer: bool = False,
 ) -> None:
-    """Add the model, and the options for loading it if the command does."""
+    """Add the model, and the options for loading it if the command does, also `by_layer`."""
     parser.allow_abbrev = False  # an unknown option would match another with the same prefix
     parser.add_argument("model", metavar=metavar, help=help)
     if loaded:
-        dtypes, text = ("auto", "float32", "bfloat16", "float16"), "of the loaded model; auto: as it was saved"
+        dtypes, text = (
+            ("auto", "float32", "bfloat16", "float16"),
+            "of the loaded model; auto: the checkpoint's dtype",
+        )
         parser.add_argument("--dtype", choices=dtypes, default="auto", help=text)
         parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    if by_layer:
+        parser.add_argument(
+            "--offload",
+            choices=("cpu", "disk"),
+            help="keep the decoder layers in host memory or the checkpoint's files, with one at a time on the device",
+        )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-
-
-def add_offload_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--offload",
-        choices=("cpu", "disk"),
-        help="keep the decoder layers in host memory, or in the checkpoint's files, and one at a time on the device",
-    )
 
 
 def add_output_options(parser: argparse.ArgumentParser, help: str, required: bool = True) -> None:
@@ -208,7 +210,7 @@ def make_metric(
     """
     from .. import accuracy, perplexity
     from ..evaluation.metrics import Agreement, embeddings
-    from ..model.embeddings import has_head
+    from ..model.losses import has_head
     from ..model.model_info import takes_images
 
     options: dict[str, Any] = {"batch_size": batch_size, "progress": True}

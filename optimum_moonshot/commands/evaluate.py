@@ -217,7 +217,7 @@ def _tasks(args: argparse.Namespace, references: "tuple[EvalReport | None, ...]"
 
 def _dense_model(args: argparse.Namespace, device: "torch.device") -> "tuple[Any, dict[str, Embeddings]]":
     """The dense model; or, of a model without a head, its embeddings of each data set."""
-    from ..model.embeddings import has_head
+    from ..model.losses import has_head
 
     dense: dict[str, Embeddings] = {}
     if args.against is None:
@@ -258,7 +258,7 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     from ..checkpoint.hub import find_checkpoint
     from ..checkpoint.loading import load_pruned
     from ..checkpoint.pretrained import load_config, model_class
-    from ..model.embeddings import has_head
+    from ..model.losses import has_head
     from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord
 

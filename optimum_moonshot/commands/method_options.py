@@ -46,16 +46,16 @@ def flag(name: str) -> str:
 
 
 def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Add `--import`, and one option per field of MoonshotConfig, except those `without` one."""
+    """Add `--import`, and an option for every field of MoonshotConfig that is not in `without`."""
     for title, fields in GROUPS.items():
         group = parser.add_argument_group(f"method: {title.lower()}")
         if title == "Target" and not without:
             group.add_argument(
                 "--recipe",
                 choices=tuple(RECIPES),
-                help="the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, "
-                "one-shot adds a better solver, a learned basis and a sparsity budget for each layer, recovered also "
-                "tunes the weights; other options override it",
+                help="recommended settings for a --sparsity or an n:m --pattern: paper, the paper's own; fast, a "
+                "better solver and a sparsity budget for each layer; one-shot, also a learned basis; "
+                "recovered, also tuned weights. Other options override them",
             )
         for name in (field.name for field in fields):
             if name in CONFIG_OPTIONS and name not in without:
@@ -66,7 +66,7 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
         action="append",
         default=[],
         metavar="MODULE",
-        help="import a Python module first, such as one in this folder that registers a solver; repeat it for others",
+        help="import a Python module first, such as one in this folder that registers a solver; may be repeated",
     )
 
 
@@ -135,8 +135,8 @@ def add_calibration_options(parser: argparse.ArgumentParser, default: str = "the
     group.add_argument(
         "--prompts",
         metavar="FILE",
-        help="prompts, formatted by its chat template if it has one: one per line of a .txt file, or a column of a "
-        "JSON, CSV or Parquet file; default: its BOS token alone",
+        help="prompts, formatted by the model's chat template if it has one: one per line of a .txt file, or a column "
+        "of a JSON, CSV or Parquet file; default: the BOS token alone",
     )
     group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (1)")
     group.add_argument(

@@ -24,7 +24,6 @@ from .common import (
     add_data_option,
     add_format_option,
     add_model_options,
-    add_offload_option,
     add_output_options,
     check_data,
     check_source,
@@ -54,7 +53,7 @@ _MEMORY_OPTIONS = ("device_memory", "host_memory")
 
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
+    add_model_options(parser, by_layer=True)
     add_output_options(parser, f"folder for the pruned model; {RESUMED_HELP}")
     add_format_option(parser, default="dense")
     add_calibration_options(parser, "the default; magnitude needs no data")
@@ -66,7 +65,6 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         help="after --pattern structured: remove the dead neurons and heads, for a smaller model; --pattern experts "
         "always does",
     )
-    add_offload_option(parser)
     group = parser.add_argument_group("estimate")
     group.add_argument(
         "--dry-run",

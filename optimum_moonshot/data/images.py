@@ -25,7 +25,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from torch import Tensor, nn
 
-from ..errors import MoonshotError, Option, Text, check_whole, reason
+from ..errors import MoonshotError, Option, Text, reason
 from .batches import Batch, digest
 from .chat import CONVERSATIONS, as_messages
 from .sources import CALIBRATION_SPLITS, CORPORA, TEXT_COLUMNS, choose_split, describe, is_hub_name
@@ -118,7 +118,6 @@ def load_images(
     Raises:
         MoonshotError: no processor, too few images, images that cannot be read, or labels that are missing or unknown.
     """
-    check_whole("num_samples", num_samples, 1)
     notes = []
     if not isinstance(source.rows, Dataset):
         notes.append(f"images drawn from a stream, shuffled {shuffle_buffer(num_samples)} at a time")
@@ -312,7 +311,6 @@ def load_image_text(
     Raises:
         MoonshotError: too few rows, or rows that cannot be read or processed.
     """
-    check_whole("num_samples", num_samples, 1)
     limit = max_positions if sequence_length is None else window_length(sequence_length, max_positions)
     rows = shuffled(undecoded(source.rows, source.image), seed, None)
     notes = ["one sample at a time: images with text"]

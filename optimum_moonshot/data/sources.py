@@ -307,9 +307,11 @@ def _document_columns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     Strings beside lists or objects describe these, and identifiers are not text. Also returns whether the columns hold
     a conversation.
     """
-    named, chat = _named_text(row), chat_columns(row)
-    if named or chat:
-        return ((named,), False) if named else (chat, True)
+    named = _named_text(row)
+    if named:
+        return (named,), False
+    if chat := chat_columns(row):
+        return chat, True
     strings = [column for column, value in row.items() if isinstance(value, str)]
     nested = any(isinstance(value, list | tuple | Mapping) for value in row.values())
     if nested or len(strings) != 1 or NO_TEXT.fullmatch(strings[0]):

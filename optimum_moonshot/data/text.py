@@ -77,8 +77,6 @@ def load_calibration(
     Raises:
         MoonshotError: data that does not exist, cannot be read, is too little, or contains NaN.
     """
-    for name, value, least in (("num_samples", num_samples, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-        check_whole(name, value, least)
     length = window_length(sequence_length, max_positions)
     opened = open_source(source)
     if isinstance(opened, ModelInputs):

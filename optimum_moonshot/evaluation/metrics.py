@@ -28,10 +28,9 @@ from ..data.text import bos_of, evaluation_text, separate_texts, text_batches, t
 from ..errors import MoonshotError, Option, Text, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.embeddings import Pooling, find_pooling
-from ..model.isolation import isolated
+from ..model.isolation import isolated, wide_products
 from ..model.losses import checked_labels, pooled_output
 from ..model.model_info import check_tokens, max_positions, takes_images
-from ..model.wide_products import wide_products
 from ..progress import progress_bar
 from ..reports.measurement import Measurement, metric_key
 

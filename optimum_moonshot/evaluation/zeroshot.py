@@ -20,11 +20,11 @@ from torch import nn
 
 from ..errors import MoonshotError, Option, Text, check_path, check_whole, reason, require
 from ..model.calls import evaluation_mode
-from ..model.isolation import isolated
-from ..model.wide_products import wide_products
+from ..model.isolation import isolated, wide_products
 from ..progress import bars_are_wanted
 from ..reports.json_files import check_fields
-from ..reports.measurement import Measurement, versions
+from ..reports.measurement import Measurement
+from ..reports.record import versions
 
 PAPER_TASKS = ("boolq", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "piqa", "openbookqa")
 PAPER = "paper"  # the name of the seven tasks

@@ -25,7 +25,7 @@ from ..model.calls import first_tensor, recorded, run_model, without_caches
 from ..model.layers import by_module, onloaded_in_turn, onloading_in, visited
 from ..model.mixtures import Mixtures
 from ..model.model_info import Edit, edited, last_line, on_meta_device, whole_numbers
-from ..model.offload import RESIDENT, Offloaded, Weights, mark_written
+from ..model.weights import RESIDENT, Weights, mark_written
 from ..objective.patterns import Experts
 
 # Fields with a router's number of groups of experts, and with the number of groups that it selects.
@@ -127,8 +127,7 @@ class ExpertRemoval:
         """
         with ExitStack() as undo:
             for weights, changes in self._by_weights().items():
-                if isinstance(weights, Offloaded):
-                    undo.callback(weights.restore, weights.changes())
+                undo.callback(weights.restore, weights.changes())
                 with weights.onloaded():
                     restored = undo if weights is RESIDENT else ExitStack()
                     self._cut(changes, lambda sliced: sliced.remaining(keep), restored)

@@ -178,7 +178,7 @@ class StoredWeight(NamedTuple):
         }
 
     def target(self, name: str) -> str:
-        """The packed tensor, of the weight with this name, in whose dtype transformers loads those of the files."""
+        """The packed tensor of the weight with this name; transformers loads the tensors of the files in its dtype."""
         names = self.layer.codec.names(name)
         return next(names[suffix] for suffix, part in self.empty.items() if part.is_floating_point())
 

@@ -52,8 +52,7 @@ def register_quantizer() -> None:
     """Register the quantizer with transformers' automatic classes; idempotent."""
     from transformers.quantizers import auto
 
-    from ..checkpoint.quantization_config import MoonshotPrunedCheckpoint
-    from ..checkpoint.weight_files import METHOD
+    from ..checkpoint.weight_files import METHOD, MoonshotPrunedCheckpoint
     from .transformers import MoonshotQuantizer
 
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:

@@ -17,8 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
-from ..checkpoint.quantization_config import MoonshotPrunedCheckpoint
-from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, StoredTensors
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, MoonshotPrunedCheckpoint, StoredTensors
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device

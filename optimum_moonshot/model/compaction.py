@@ -167,7 +167,7 @@ class GroupSearch:
         return config, removed
 
     def without(self, family: Family, count: int) -> tuple[PreTrainedConfig | None, dict[Family, int]]:
-        """The configuration with `count` fewer groups in a family and in those with the same fields, or None."""
+        """The configuration with `count` fewer groups in a family, and in others with the same fields, or None."""
         config: PreTrainedConfig = self.model.config
         return self._smaller(config, family, self._edits_of(config, family, [count]), {}) or (None, {})
 

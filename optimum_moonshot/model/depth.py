@@ -30,8 +30,8 @@ from .calls import first_tensor, split_hidden
 from .compaction import build_smaller, check_one_device, copied, verify_smaller
 from .layers import find_blocks, visited
 from .model_info import config_fields, edited, last_line, on_meta_device
-from .offload import RESIDENT
 from .structured_groups import probe_inputs
+from .weights import RESIDENT
 
 Edit = dict[str, Any]  # field of a configuration → new value
 # Fields that are likely to count blocks, which are tried first, and lists with entries of another kind.

@@ -7,7 +7,6 @@ mode, `Normalize`, and rarely others, such as `Dense`, which are ignored and rep
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from ..errors import NO_BACKWARD, MoonshotError, Text, reason, require
 
@@ -34,14 +32,6 @@ MODES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _log = logging.getLogger(__name__)
-_WITH_HEAD = re.compile("For[A-Z]")  # BertForMaskedLM, not BertModel
-
-
-def has_head(cls: type[nn.Module]) -> bool:
-    """Whether a class of models returns predictions; True for any class that is not of transformers."""
-    if not issubclass(cls, PreTrainedModel):
-        return True
-    return any(_WITH_HEAD.search(base.__name__) for base in cls.__mro__) or bool(cls.can_generate())
 
 
 @dataclass(frozen=True)

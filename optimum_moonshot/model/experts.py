@@ -21,32 +21,9 @@ from torch.nn import functional
 
 from ..errors import MoonshotError, Option, Text, require
 from .layer_kinds import Pair, PrunableLayer, See
+from .layer_kinds import expert_parameters as expert_parameters  # for the users of experts
 
 _IMPLEMENTATION = "_experts_implementation"  # of a configuration: the implementation of experts in transformers
-
-
-def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters that hold one matrix per expert, by name.
-
-    An attribute of the module with `expert` in its name equals the number of matrices. Attribute access would return
-    the stand-ins of a watched module.
-    """
-    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-        return {}
-    counts = {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
-    return {
-        key: weight
-        for key, weight in module._parameters.items()
-        if weight is not None and weight.ndim == 3 and min(weight.shape[1:]) > 1 and len(weight) in counts
-    }
-
-
-def stacks_experts(module: nn.Module) -> bool:
-    """Whether a module has matrices [experts · out, in] that stack experts along the rows, which is unsupported."""
-    counts = (value for name, value in vars(module).items() if "expert" in name and type(value) is int)
-    most = max(counts, default=0)
-    weights = [weight for weight in module._parameters.values() if weight is not None and weight.ndim == 2]
-    return most > 1 and any(len(weight) > most and len(weight) % most == 0 for weight in weights)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import Option, Text, require
 from ..objective.patterns import nonzeros
-from .offload import mark_written
+from .weights import mark_written
 
 WEIGHT = "weight"  # the name of the parameter in a module with one matrix
 # Bytes of the patches of a strip of a convolution, unless a single output row has more.
@@ -353,3 +353,27 @@ KINDS: tuple[type[PrunableLayer], ...] = (LinearLayer, Conv1DLayer, Conv2dLayer)
 def find_layer(module: nn.Module, name: str = "") -> PrunableLayer | None:
     """The layer of a module; None if it is of none of the `KINDS`, such as a norm or an embedding."""
     return next((kind(name, (module,)) for kind in KINDS if isinstance(module, kind.kind)), None)
+
+
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters that hold one matrix per expert, by name.
+
+    An attribute of the module with `expert` in its name equals the number of matrices. Attribute access would return
+    the stand-ins of a watched module.
+    """
+    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+        return {}
+    counts = {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
+    return {
+        key: weight
+        for key, weight in module._parameters.items()
+        if weight is not None and weight.ndim == 3 and min(weight.shape[1:]) > 1 and len(weight) in counts
+    }
+
+
+def stacks_experts(module: nn.Module) -> bool:
+    """Whether a module has matrices [experts · out, in] that stack experts along the rows, which is unsupported."""
+    counts = (value for name, value in vars(module).items() if "expert" in name and type(value) is int)
+    most = max(counts, default=0)
+    weights = [weight for weight in module._parameters.values() if weight is not None and weight.ndim == 2]
+    return most > 1 and any(len(weight) > most and len(weight) % most == 0 for weight in weights)

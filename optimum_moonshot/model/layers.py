@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MoonshotError, Text, require
-from .experts import ExpertsLayer, expert_parameters, stacks_experts
-from .layer_kinds import WEIGHT, find_layer
+from .experts import ExpertsLayer
+from .layer_kinds import WEIGHT, expert_parameters, find_layer, stacks_experts
 from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
-from .offload import RESIDENT, Offloaded, Weights, mark_written, weights_of
+from .weights import RESIDENT, Weights, mark_written, offload_hooks
 
 ROUTER = "a router of experts stays dense unless targets names it"
 Within = Callable[[nn.Module], AbstractContextManager[Any]]  # a context around each call of a module
@@ -112,6 +112,17 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
+def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
+    """The weights of a block of a model; with the model as `block`, the weights outside of its blocks `without`."""
+    others = {module for other in without for module in other.modules()}
+    modules = [module for module in block.modules() if module not in others]
+    if not any(map(offload_hooks, modules)):
+        return RESIDENT
+    from .offload import offloaded_weights  # late: few models need it
+
+    return offloaded_weights(model, block, modules)
+
+
 def visited(model: nn.Module) -> list[Block]:
     """The model's blocks without layers, to onload their weights one after the other."""
     return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
@@ -162,7 +173,7 @@ def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
 
 def is_on_disk(blocks: Sequence[Block]) -> bool:
     """Whether any of the blocks' weights are loaded from disk."""
-    return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
+    return any(block.weights.on_disk for block in blocks)
 
 
 @contextmanager
@@ -181,9 +192,9 @@ def differentiated_in_turn(blocks: Sequence[Block], within: Within | None = None
 
     The graph saves detached tensors, whose data stay: a parameter is empty after the call.
     """
-    offloaded = any(block.weights is not RESIDENT for block in blocks)
+    resident = all(block.weights is RESIDENT for block in blocks)
     # A saved tensor that is the output of its own node would be a cycle that nothing collects.
-    saved = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor) if offloaded else nullcontext()
+    saved = nullcontext() if resident else saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
     with saved, onloaded_in_turn(blocks, within):
         yield
 

@@ -9,6 +9,7 @@ For a model without a head, it is half the squared change of its output (`Output
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -16,24 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from ..data.batches import IGNORED, Batch, sample_digests
 from ..errors import NO_BACKWARD, MoonshotError, Text, require
-from .embeddings import Pooling, find_pooling, has_head, output_values
+from .embeddings import Pooling, find_pooling, output_values
 
-Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
+Loss = Callable[[Any, Batch], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 # Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
 MASKED_FRACTION = 0.15
+_WITH_HEAD = re.compile("For[A-Z]")  # BertForMaskedLM, not BertModel
 
 
-def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
+def token_mask(batch: Batch) -> Tensor | None:
     """Bool [B, T], True for tokens that are not padding; None if every position counts."""
     if "attention_mask" in batch and batch["attention_mask"].ndim == 2:
         return batch["attention_mask"].bool()
     if "input_ids" in batch:
         return torch.ones_like(batch["input_ids"], dtype=torch.bool)
     return None
+
+
+def has_head(cls: type[nn.Module]) -> bool:
+    """Whether a class of models returns predictions; True for any class that is not of transformers."""
+    if not issubclass(cls, PreTrainedModel):
+        return True
+    return any(_WITH_HEAD.search(base.__name__) for base in cls.__mro__) or bool(cls.can_generate())
 
 
 def default_loss(model: nn.Module, seed: int) -> Loss | None:
@@ -52,7 +62,7 @@ class OutputLoss:
 
     def __init__(self, model: nn.Module, seed: int):
         self.model, self.seed = model, seed
-        self.dense: dict[str, Tensor] = {}  # y_n(Ŵ) in host memory, by the digest of the sample
+        self.dense: Batch = {}  # y_n(Ŵ) in host memory, by the digest of the sample
 
     @cached_property
     def pooling(self) -> Pooling:
@@ -122,7 +132,7 @@ def is_causal(model: nn.Module) -> bool:
     return bool(can_generate()) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
-def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def labels_of(model: nn.Module, batch: Batch) -> Tensor:
     """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 at positions without a prediction.
 
     A causal language model predicts its own input, one position ahead, without padding and placeholders of features;
@@ -146,7 +156,7 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if causal and labels.ndim == 2 else labels
 
 
-def labelled(model: nn.Module, batch: dict[str, Tensor], required: bool) -> Tensor:
+def labelled(model: nn.Module, batch: Batch, required: bool) -> Tensor:
     """Bool [B], True for samples with a label, and so with a loss.
 
     All are, if the batch has no labels and these are not `required`, or do not follow from its tokens.
@@ -159,7 +169,7 @@ def labelled(model: nn.Module, batch: dict[str, Tensor], required: bool) -> Tens
 
 
 def loss_gradient(
-    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None
+    model: nn.Module, output: Any, batch: Batch, loss: Loss | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The start of the backward pass, a tensor of the graph and the gradient of Σ_n ℓ_n at it, and every ℓ_n, [B].
 
@@ -188,7 +198,7 @@ def loss_gradient(
 
 
 @torch.no_grad()
-def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
+def sample_losses(model: nn.Module, output: Any, batch: Batch, loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; arguments as in `loss_gradient`."""
     logits_and_labels = _logits_and_labels(model, output, batch, loss)
     if logits_and_labels is None:
@@ -197,9 +207,7 @@ def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss:
     return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
 
 
-def _logits_and_labels(
-    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None
-) -> tuple[Tensor, Tensor] | None:
+def _logits_and_labels(model: nn.Module, output: Any, batch: Batch, loss: Loss | None) -> tuple[Tensor, Tensor] | None:
     """The logits of an output (a tensor, or its attribute) and a label for each of their rows; None if `loss` applies.
 
     An `OutputLoss` does not apply to logits with labels, which a caller's `forward` may return.
@@ -214,7 +222,7 @@ def _logits_and_labels(
     return logits, checked_labels(labels_of(model, batch).to(logits.device), logits)
 
 
-def _checked_losses(loss: Loss | None, output: Any, batch: dict[str, Tensor]) -> Tensor:
+def _checked_losses(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
     """The result of a user's loss function, [B]."""
     assert loss is not None
     losses, count = loss(output, batch), len(next(iter(batch.values())))
@@ -246,30 +254,30 @@ def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
     return labels
 
 
-def needs_its_text(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the data has tokens alone for a model whose decoder writes what its encoder reads."""
-    given = {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
-    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+def add_labels(
+    model: nn.Module, batches: list[Batch], tokenizer: Any, seed: int, masked: bool
+) -> tuple[list[Batch], str | None]:
+    """Labels for text whose model needs some, and a note about them; other data unchanged.
+
+    A decoder reproduces the text that its encoder reads, as in a denoiser such as BART. With `masked`, a model that
+    predicts masked tokens (by the name of its class) gets them as in `masked_labels`.
+    """
+    given, text = batches[0].keys(), "input_ids" in batches[0]
     can_generate: Any = getattr(model, "can_generate", lambda: False)
-    return bool(decodes and can_generate()) and "input_ids" in batch and not given
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and can_generate()
+    if decodes and text and not {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & given:
+        labelled = []
+        for batch in batches:
+            mask = token_mask(batch)
+            assert mask is not None  # of the input ids
+            labelled.append({**batch, "labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
+        return labelled, "the decoder's labels are the text that the encoder reads"
+    if masked and text and type(model).__name__.endswith("ForMaskedLM") and "labels" not in given:
+        return masked_labels(batches, tokenizer, seed), "15% of tokens masked"
+    return batches, None
 
 
-def add_text_labels(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Add each sample's tokens as its labels: the decoder reproduces the text, as a denoiser such as BART does."""
-    labelled = []
-    for batch in batches:
-        mask = token_mask(batch)
-        assert mask is not None
-        labelled.append({**batch, "labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
-    return labelled
-
-
-def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the model predicts masked tokens, by the name of its class, and the data has no labels."""
-    return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
-
-
-def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: int) -> list[dict[str, Tensor]]:
+def masked_labels(batches: list[Batch], tokenizer: Any, seed: int) -> list[Batch]:
     """Mask 15% of each sample's tokens (at least one), and add them as labels, as in BERT's training.
 
     (Devlin et al., arXiv 1810.04805, section 3.1; only the mask token of its three replacements is used.) The batches

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
 from .calls import Arguments, close, first_tensor, recorded, replace_call, run_model
-from .experts import expert_parameters, routing, with_others
+from .experts import routing, with_others
+from .layer_kinds import expert_parameters
 from .layers import onloaded_in_turn, onloading_in, visited
 
 # Bytes of contributions in memory at a time.

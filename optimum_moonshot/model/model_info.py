@@ -81,7 +81,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-        # transformers returns one of special tokens, and of up to two others, for a model without.
+        # For a model without a tokenizer, transformers returns one of special tokens and at most two others.
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 2:
             raise ValueError("it has no vocabulary")
         return tokenizer

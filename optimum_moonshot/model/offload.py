@@ -1,49 +1,37 @@
-"""Weights that are in the model all the time, or that accelerate keeps in host memory or on disk.
-
-Code that reads a block's weights, or runs the block, does it under ``with block.onloaded():``. The block's `Weights`
-decides what that loads, so calibration, solvers and recovery need not know whether a model is on disk, in host memory
-or on the device.
+"""Weights that accelerate keeps in host memory or on disk, and that a block loads while it is onloaded (weights.py).
 
 `from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
 call of the module and offloads them after it. `Offloaded.onloaded` loads the weights of a whole block at once and
 disables the hooks until its end.
 
-Write-back is explicit: a weight is stored on exit if `mark_written` declared it, and dropped otherwise. Stored weights
-shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their zeros allow. The
-checkpoint never changes.
+Stored weights shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their
+zeros allow. The checkpoint never changes: the files that offloaded weights are read from are checked at every read, and
+other weights are copied out of them, since transformers maps weights on the CPU into memory. A file that is overwritten
+later would change the weights, a truncated one kills the process.
 """
 
-import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..errors import MoonshotError, check_path, reason, require
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_tensor
-from .source_files import SourceFiles, copy_from_files, guard_source, offload_hooks, unprefixed
+from .weights import FOLDERS, ONLOADED, WEIGHTS, Weights, offload_hooks, tie_again
+from .weights import RESIDENT as RESIDENT  # for the users of offloaded weights
 
+_FILES = "_moonshot_files"  # attribute of accelerate's loader that holds its `SourceFiles`
+_HINT = "load the model again"
+_SAVE = "save_pretrained"
 Load = Callable[[], Tensor]
-
-
-class Weights(Protocol):
-    """The weights of a block."""
-
-    def onloaded(self) -> AbstractContextManager[None]:
-        """A reentrant context in which the block's parameters hold its weights."""
-
-
-class Resident:
-    """Weights that are in the model all the time."""
-
-    def onloaded(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-RESIDENT = Resident()
 
 
 class Changes(NamedTuple):
@@ -95,7 +83,7 @@ class _Slot:
         return self.owner._parameters if self.key in self.owner._parameters else self.owner._buffers
 
 
-class Offloaded:
+class Offloaded(Weights):
     """The offloaded weights of a block; `folder` returns the folder for written weights that come from disk."""
 
     read = 0  # bytes loaded, by all blocks
@@ -138,7 +126,7 @@ class Offloaded:
     def _onload(self) -> None:
         tied: dict[tuple[int, Any], nn.Parameter] = {}  # placeholder and device → the one parameter
         for slot in self.slots:
-            _ONLOADED[slot.owner] = self
+            ONLOADED[slot.owner] = self.written
             weights, placeholder = slot.hook.weights_map, slot.placeholder
             key = (id(placeholder), slot.hook.execution_device)
             if key in tied:
@@ -179,7 +167,7 @@ class Offloaded:
     def _clear(self) -> None:
         self.written.clear()
         for slot in self.slots:
-            _ONLOADED.pop(slot.owner, None)
+            ONLOADED.pop(slot.owner, None)
             slot.table[slot.key] = slot.placeholder
             if slot.parameter is not None:
                 slot.parameter.data = slot.parameter.detach().new_empty(0)
@@ -216,23 +204,6 @@ class Offloaded:
         self._spill = None  # the loaders that remain keep the file open
 
 
-_ONLOADED: WeakKeyDictionary[nn.Module, Offloaded] = WeakKeyDictionary()  # by the owner of each onloaded weight
-
-
-def mark_written(module: nn.Module, key: str) -> None:
-    """Declare that an onloaded weight of a module was written, or replaced: it is stored when it is offloaded again.
-
-    Does nothing for resident weights, so writers need not distinguish them.
-    """
-    weights = _ONLOADED.get(module)
-    if weights is not None:
-        weights.written.add((module, key))
-
-
-_WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
-_FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
-
-
 def _wrap_map(hook: Any) -> None:
     if not isinstance(hook.weights_map, WrittenMap):
         hook.weights_map = WrittenMap(hook.weights_map)
@@ -258,7 +229,7 @@ def offloaded_from(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Te
     """
     from accelerate.hooks import AlignDevicesHook
 
-    before = {module: vars(module).pop(_WEIGHTS) for module in model.modules() if _WEIGHTS in vars(module)}
+    before = {module: vars(module).pop(WEIGHTS) for module in model.modules() if WEIGHTS in vars(module)}
     try:
         for module, source in sources.items():  # accelerate's own function would replace the module's forward
             vars(module)["_hf_hook"] = AlignDevicesHook("cpu", offload=True, weights_map=source)
@@ -267,38 +238,17 @@ def offloaded_from(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Te
         for module in sources:
             vars(module).pop("_hf_hook", None)
         for module in model.modules():
-            vars(module).pop(_WEIGHTS, None)
+            vars(module).pop(WEIGHTS, None)
         for module, weights in before.items():
-            vars(module)[_WEIGHTS] = weights
+            vars(module)[WEIGHTS] = weights
 
 
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether some of a model's weights are offloaded between calls."""
-    return any(offload_hooks(module) for module in model.modules())
-
-
-def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module without the hooks that load weights, and without the weights.
-
-    `memo` is the argument of `copy.deepcopy`, with replacements for the tensors.
-    """
-    if not is_offloaded(module):
-        return copy.deepcopy(module, memo)
-    from accelerate.hooks import ModelHook, remove_hook_from_module
-
-    for inner in module.modules():
-        attributes = (vars(inner).get("_hf_hook"), vars(inner).get(_WEIGHTS))
-        memo |= {id(value): ModelHook() for value in attributes if value is not None}
-    return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
-
-
-def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
-    """The weights of a block of a model; with the model as `block`, the weights outside of its blocks `without`."""
+def offloaded_weights(model: nn.Module, block: nn.Module, modules: Sequence[nn.Module]) -> Weights:
+    """The weights that hooks on some modules of a block load; `block` remembers them."""
     from accelerate.utils import named_module_tensors
 
-    others = {module for other in without for module in other.modules()}
     slots = []
-    for module in (module for module in block.modules() if module not in others):
+    for module in modules:
         for hook in offload_hooks(module):
             tensors = named_module_tensors(
                 module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
@@ -309,26 +259,129 @@ def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] 
     if not slots:
         return RESIDENT
     tie_again(model)
-    cached: Offloaded | None = vars(block).get(_WEIGHTS)
+    cached: Offloaded | None = vars(block).get(WEIGHTS)
     if cached is None or cached.slots != slots:
-        cached = vars(block)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
+        cached = vars(block)[WEIGHTS] = Offloaded(slots, lambda: FOLDERS.get(model))
     return cached
 
 
-def write_to(model: nn.Module, folder: str | None) -> None:
-    """Set the folder for written weights that come from disk; None is the system's folder of temporary files."""
-    _FOLDERS[model] = folder
+class SourceFiles:
+    """Size and time of the files of one of accelerate's loaders, from when the model was loaded."""
 
+    def __init__(self, loader: Any):
+        index = getattr(loader, "index", {})  # a dictionary in host memory has no files
+        paths = {str(info["safetensors_file"]) for info in index.values() if info.get("safetensors_file")}
+        self.stamps = {path: _stamp(path) for path in paths}
 
-def tie_again(model: nn.Module) -> None:
-    """Give tied offloaded weights one placeholder again: after a call of the model each name has its own."""
-    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        return
-    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+    @staticmethod
+    def of(source: Any) -> "SourceFiles":
+        """The files behind one of accelerate's maps from names to weights, the same for all maps of a loader."""
+        loader, _ = unprefixed(source, "")
+        if not hasattr(loader, "index"):
+            return SourceFiles(loader)
+        if _FILES not in vars(loader):
+            vars(loader)[_FILES] = SourceFiles(loader)
+        files: SourceFiles = vars(loader)[_FILES]
+        return files
+
+    @property
+    def folders(self) -> set[Path]:
+        return {Path(path).parent.resolve() for path in self.stamps}
+
+    def read(self, source: Mapping[str, Tensor], key: str) -> Tensor:
+        """A weight of one of accelerate's maps, without a reference to its file.
+
+        Raises:
+            MoonshotError: its file has changed since the model was loaded, or cannot be read.
+        """
+        loader, name = unprefixed(source, key)
+        path = str(getattr(loader, "index", {}).get(name, {}).get("safetensors_file", ""))
+        if path not in self.stamps:
+            return source[key]
+        self._check(path)
         try:
-            tied, shared = model.get_parameter(name), model.get_parameter(source)
-        except AttributeError:
-            continue
-        if tied is not shared and tied.is_meta and shared.is_meta and tied.shape == shared.shape:
-            owner, _, key = name.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = shared
+            weight = source[key].clone()  # mapped from the file
+        except (OSError, SafetensorError) as error:
+            self._check(path)
+            raise MoonshotError(f"{name} cannot be read: {reason(error)}", hint=_HINT) from error
+        self._check(path)
+        return weight
+
+    def _check(self, path: str) -> None:
+        stamp = _stamp(path)
+        if stamp is None or stamp != self.stamps[path]:
+            change = "is gone" if stamp is None else "has changed"
+            raise MoonshotError(f"{path} {change} since the model was loaded, whose weights it holds", hint=_HINT)
+
+
+def unprefixed(source: Any, key: str) -> tuple[Any, str]:
+    """The table that accelerate's maps with prefixes read from, and the name of a weight in it."""
+    while hasattr(source, "dataset"):
+        source, key = source.dataset, source.prefix + key
+    return source, key
+
+
+def source_files(model: nn.Module) -> list[SourceFiles]:
+    """The files of all offloaded weights of a model; the first call records their sizes and times."""
+    hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
+    maps = [getattr(hook.weights_map, "source", hook.weights_map) for hook in hooks]
+    return list({id(files): files for files in map(SourceFiles.of, maps)}.values())
+
+
+@torch.no_grad()
+def copy_from_files(model: nn.Module) -> None:
+    """Copy the weights that are in host memory out of the files, one after another, which releases each mapping."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights remain one
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return tensor.detach()
+        key = tensor.data_ptr(), tensor.shape
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        return copies[key]
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = copied(tensor)
+    hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
+    loaders = [unprefixed(getattr(hook.weights_map, "source", hook.weights_map), "")[0] for hook in hooks]
+    in_host_memory = [getattr(loader, "state_dict", loader) for loader in loaders]
+    for weights in {id(table): table for table in in_host_memory}.values():
+        weights.update({name: copied(tensor) for name, tensor in weights.items()})
+    # accelerate identifies tied weights by their address, which another weight could get once it is free.
+    moved = {address: copy.data_ptr() for (address, _), copy in copies.items()}
+    for tied in {id(hook.tied_params_map): hook.tied_params_map for hook in hooks if hook.tied_params_map}.values():
+        entries = {moved.get(address, address): value for address, value in tied.items()}
+        tied.clear()
+        tied.update(entries)
+
+
+def guard_source(model: nn.Module) -> None:
+    """Replace `save_pretrained` of a model with offloaded weights, and of its parts, by one that keeps their files."""
+    for module in model.modules():
+        if hasattr(type(module), _SAVE) and source_files(module):
+            # A partial is copied and pickled with its model; a bound method would refer to the original.
+            vars(module).setdefault(_SAVE, partial(_save_elsewhere, module))
+
+
+def _save_elsewhere(model: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+    """Replaces `save_pretrained`, which deletes the files of a folder before it reads the weights from them."""
+    check_not_source(model, save_directory, "save_directory")
+    type(model).save_pretrained(model, save_directory, *args, **options)
+
+
+def check_not_source(model: nn.Module, folder: str | os.PathLike[str], field: str) -> None:
+    """Raise `MoonshotError` if offloaded weights of a model are read from a folder, the value of a field."""
+    check_path(field, folder)
+    sources = {source for files in source_files(model) for source in files.folders}
+    message, hint = "the offloaded weights of the model are read from there", "give another folder"
+    require(Path(folder).resolve() not in sources, message, field=field, value=folder, hint=hint)
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """Without `st_ctime`, which a hard link or a change of the permissions alters too."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino

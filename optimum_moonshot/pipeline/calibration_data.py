@@ -11,7 +11,7 @@ from ..data.images import load_image_text, load_images, open_image_text, open_im
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, Usable, load_calibration
 from ..errors import Option, Text, require
-from ..model.losses import add_masked_labels, add_text_labels, labelled, needs_its_text, needs_masked_labels, token_mask
+from ..model.losses import add_labels, labelled, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..objective.allocation_rules import NEEDING_DATA
 from .generated_samples import load_self
@@ -51,12 +51,10 @@ def read_data(
     options["usable"] = usable(subject, selection)
     data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
     _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
-    if needs_its_text(model, data.batches[0]):
-        note = "the decoder's labels are the text that the encoder reads"
-        data = dataclasses.replace(data, batches=add_text_labels(data.batches), notes=(*data.notes, note))
-    if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
-        masked = add_masked_labels(data.batches, subject.tokenizer, config.seed)
-        data = dataclasses.replace(data, batches=masked, notes=(*data.notes, "15% of tokens masked"))
+    masked = gradients and subject.loss is None
+    batches, note = add_labels(model, data.batches, subject.tokenizer, config.seed, masked)
+    if note is not None:
+        data = dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
     return with_room(data, selection, model)
 
 

@@ -15,8 +15,8 @@ from ..data.text import CalibrationData
 from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
-from ..model.offload import RESIDENT
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
+from ..model.weights import RESIDENT
 from .backoff import Backoff
 from .block_sequences import Extras, probe_blocks
 from .calibration_data import check_without_data, one_by_one, read_data, two_samples

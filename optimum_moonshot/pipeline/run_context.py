@@ -15,10 +15,9 @@ from ..checkpoint.in_memory import is_packed
 from ..distributed.ranks import SINGLE_PROCESS, processes
 from ..errors import require
 from ..model.calls import CALL, Forward, called_by, replace_call
-from ..model.isolation import isolate, use_differentiable_attention
+from ..model.isolation import isolate, use_differentiable_attention, wide_products
 from ..model.layers import find_blocks, rest_onloaded
-from ..model.offload import write_to
-from ..model.wide_products import wide_products
+from ..model.weights import write_to
 from .backoff import enough_memory
 from .selection import Subject
 

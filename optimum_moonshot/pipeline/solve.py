@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..calibration.observer import LayerStatistics
+from ..model.isolation import plain_functions
 from ..model.layers import PrunableLayer
-from ..model.wide_products import plain_functions
 from ..objective.linalg import in_unit
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, other_parameters
-from ..model.offload import RESIDENT, Changes, Offloaded, Weights
+from ..model.offload import Changes, Offloaded
 from ..model.weight_sums import LOSSES, model_parts, model_sums
+from ..model.weights import RESIDENT, Weights
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
-from ..reports.measurement import versions
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
-from ..reports.record import PruningRecord
+from ..reports.record import PruningRecord, versions
 from ..rotate.report import RotationReport
 from .inputs import Prepared
 from .run_context import holding_variant

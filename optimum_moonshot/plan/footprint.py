@@ -30,9 +30,10 @@ from ..model.calls import (
     run_model,
     split_hidden,
 )
-from ..model.experts import ExpertsLayer, expert_parameters, routing
+from ..model.experts import ExpertsLayer, routing
+from ..model.layer_kinds import expert_parameters
 from ..model.layers import Block, PrunableLayer, Structure
-from ..model.offload import bare_copy
+from ..model.weights import bare_copy
 from ..pipeline.block_sequences import BlockSequence
 
 
@@ -47,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        inputs = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
@@ -114,8 +115,8 @@ def model_footprint(
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, frozen(model):
         fake = _FakeModel(model, mode, batch_size(batch), gradients)
-        shapes = {name: each for name, each in batch.items() if name != "attention_mask"}
-        inputs = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in shapes.items()}
+        shapes = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        inputs = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in shapes.items()}
         whole = fake.run(structure, inputs, forward)
         footprints: dict[Any, BlockFootprint] = {}
         blocks = {}
@@ -135,7 +136,8 @@ def model_footprint(
 def kind_of(block: Block) -> Any:
     """Equal for blocks that take the same memory and time."""
     layers = tuple((layer.name.removeprefix(block.name), layer.shape) for layer in block.layers)
-    return type(block.module), tuple((name, each.shape) for name, each in block.module.named_parameters()), layers
+    shapes = tuple((name, parameter.shape) for name, parameter in block.module.named_parameters())
+    return type(block.module), shapes, layers
 
 
 def consume(conversions: Iterable[Any]) -> None:
@@ -205,7 +207,8 @@ class _FakeModel:
             observed = self._pass(block, self.gradients)
             trained = self._pass(block, True) if trains else 0
             self.observed = False
-        alone = [(index,) for index in range(len(block.layers)) if not any(index in each for each in reads.values())]
+        watched = {index for readers in reads.values() for index in readers}
+        alone = [(index,) for index in range(len(block.layers)) if index not in watched]
         return BlockFootprint(observed, trained, (*map(tuple, reads.values()), *alone))
 
     def _pass(self, block: Block, gradients: bool) -> int:
@@ -267,5 +270,5 @@ def sequences_by_shape(
     calls = Counter(name for names in footprint.sequences for name in names)
     once = {block.name: block for block in blocks if calls[block.name] == 1}
     sequences = [tuple(once[name] for name in names if name in once) for names in footprint.sequences]
-    pruned = tuple(BlockSequence(each, None) for each in sequences if any(block.layers for block in each))
+    pruned = tuple(BlockSequence(sequence, None) for sequence in sequences if any(block.layers for block in sequence))
     return pruned, tuple(block for block in blocks if calls[block.name] > 1 and block.layers)

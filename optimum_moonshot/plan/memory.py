@@ -301,13 +301,13 @@ def _recovery(trace: MemoryTrace) -> None:
         others = _trained_beside(run, block)
         trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
         trace.snapshot("recovery", block.name, activations=activations, training=trained * per_weight)
-        trace.add("results", trace.result_place, sum(each.nbytes for each in others))
+        trace.add("results", trace.result_place, sum(tensor.nbytes for tensor in others))
     trace.free(*streams)
 
 
 def _trained_beside(run: RunSpec, block: Block) -> list[nn.Parameter]:
     """The parameters of a block that a recovery trains besides the pruned matrices: all of a narrower block."""
-    narrower = changes_structure(pattern_of(run.selection, each) for each in block.layers)
+    narrower = changes_structure(pattern_of(run.selection, layer) for layer in block.layers)
     pruned = {id(layer.parameter) for layer in block.layers}
     trained = trainable(block.module).values() if narrower and run.selection.config.recover is not None else ()
     return [parameter for parameter in trained if id(parameter) not in pruned]
@@ -322,7 +322,7 @@ def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
         return False
     cache = trace.allocate("streams", run.footprint.hidden * run.samples // run.batch, "teacher")
     samples = min(part_size(run.samples), run.batch)
-    passes = [each.trained for each in run.footprint.blocks.values()] or [run.footprint.whole]
+    passes = [block.trained for block in run.footprint.blocks.values()] or [run.footprint.whole]
     activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
     trace.add("training", HOST, size.host if placement.on_host else size.best)
     trace.add("training", str(run.device), size.copy + (0 if placement.on_host else size.state))

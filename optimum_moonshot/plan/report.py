@@ -90,7 +90,7 @@ class Plan:
     def places(self) -> list[str]:
         """The places that the run uses."""
         places = dict.fromkeys([self.device, *self.available])
-        return [*places, *([DISK] if any(each.total(DISK) for each in self.snapshots) else [])]
+        return [*places, *([DISK] if any(snapshot.total(DISK) for snapshot in self.snapshots) else [])]
 
     def peak(self, place: str | None = None) -> Snapshot:
         """The snapshot with the most memory, without the model.
@@ -98,7 +98,7 @@ class Plan:
         Args:
             place: of the memory; None: the model's device.
         """
-        return max(self.snapshots, key=lambda each: each.total(place or self.device))
+        return max(self.snapshots, key=lambda snapshot: snapshot.total(place or self.device))
 
     @property
     def peaks(self) -> Bytes:
@@ -128,14 +128,14 @@ class Plan:
         headers = ["block", "layers", "rounds", "passes", *self.places, "s"]
         rows = [
             [
-                each.name,
-                str(each.layers),
-                str(each.rounds),
-                str(each.passes),
-                *(gib(each.bytes.get(place, 0)) for place in self.places),
-                "" if each.seconds is None else f"{each.seconds:.1f}",
+                block.name,
+                str(block.layers),
+                str(block.rounds),
+                str(block.passes),
+                *(gib(block.bytes.get(place, 0)) for place in self.places),
+                "" if block.seconds is None else f"{block.seconds:.1f}",
             ]
-            for each in self.blocks
+            for block in self.blocks
         ]
         return "\n".join([text_table(headers, rows, width), "", *self._summary()])
 
@@ -155,11 +155,11 @@ class Plan:
         lines = [f"model: {model['class']}, {model['parameters']:,} parameters, {location}{kind}"]
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
         lines += [f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"] if data else []
-        for phase in dict.fromkeys(each.phase for each in self.snapshots):
-            of_phase = [each for each in self.snapshots if each.phase == phase]
-            peaks = ((place, max(of_phase, key=lambda each: each.total(place))) for place in self.places)
+        for phase in dict.fromkeys(snapshot.phase for snapshot in self.snapshots):
+            of_phase = [snapshot for snapshot in self.snapshots if snapshot.phase == phase]
+            peaks = ((place, max(of_phase, key=lambda snapshot: snapshot.total(place))) for place in self.places)
             lines += [f"{phase}: {peak.line(place)}" for place, peak in peaks if peak.total(place)]
-        lines += [f"{name}: in {count} parts" for each in self.blocks for name, count in each.parts.items()]
+        lines += [f"{name}: in {count} parts" for block in self.blocks for name, count in block.parts.items()]
         lines += [f"note: {note}" for note in self.notes]
         if self.seconds:
             lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
@@ -176,10 +176,10 @@ class Plan:
 def peaks_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
     """The peaks of every phase at each place, in the order of the snapshots."""
     peaks: set[int] = set()
-    for phase in dict.fromkeys(each.phase for each in snapshots):
-        of_phase = [each for each in snapshots if each.phase == phase]
-        peaks |= {id(max(of_phase, key=lambda each: each.total(place))) for place in places}
-    return tuple(each for each in snapshots if id(each) in peaks)
+    for phase in dict.fromkeys(snapshot.phase for snapshot in snapshots):
+        of_phase = [snapshot for snapshot in snapshots if snapshot.phase == phase]
+        peaks |= {id(max(of_phase, key=lambda snapshot: snapshot.total(place))) for place in places}
+    return tuple(snapshot for snapshot in snapshots if id(snapshot) in peaks)
 
 
 def gib(size: int) -> str:

@@ -107,8 +107,8 @@ def _block_plans(
     for block, parts, passes in sorted(visits, key=lambda visit: order.get(visit.block.name, len(order))):
         names = {block.name, *(layer.name for layer in block.layers)}
         phases = ("calibration", "solver")
-        snapshots = [each for each in trace.snapshots if each.where in names and each.phase in phases]
-        peaks = {place: max(each.total(place) for each in snapshots) for place in places}
+        snapshots = [snapshot for snapshot in trace.snapshots if snapshot.where in names and snapshot.phase in phases]
+        peaks = {place: max(snapshot.total(place) for snapshot in snapshots) for place in places}
         yield BlockPlan(
             name=block.name,
             layers=len(block.layers),

@@ -11,7 +11,7 @@ from ..data.batches import Batch, shorten
 from ..devices import wait_for
 from ..errors import require
 from ..model.calls import frozen, to_device
-from ..model.offload import RESIDENT
+from ..model.weights import RESIDENT
 from ..pipeline.block_sequences import BlockSequence, passing_on, without_weights
 from ..pipeline.selection import Selection, Subject
 from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES

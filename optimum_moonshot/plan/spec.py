@@ -10,7 +10,7 @@ from ..calibration.storage import Storage
 from ..devices import is_gpu
 from ..errors import Option, Text, require
 from ..model.layers import Block, PrunableLayer, Structure, is_on_disk
-from ..model.offload import RESIDENT
+from ..model.weights import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
 from ..objective.quadratic import ProblemSize, objective_bytes
 from ..pipeline.block_sequences import BlockSequence
@@ -53,7 +53,7 @@ def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) ->
 
 def module_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once."""
-    return sum({id(each): each.nbytes for each in (*module.parameters(), *module.buffers())}.values())
+    return sum({id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}.values())
 
 
 def weight_bytes(layer: PrunableLayer) -> int:
@@ -125,7 +125,7 @@ class RunSpec:
     @cached_property
     def retained(self) -> int:
         """Host memory that the C library retains of the tensors that every batch allocates and frees."""
-        passes = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
+        passes = [block.observed for block in self.footprint.blocks.values()] or [self.footprint.whole]
         logits = self.logits_bytes() if self.gradients else 0
         return min(RETAINED_BYTES, max(*passes, logits)) if self.device.type == "cpu" else 0
 

@@ -170,7 +170,7 @@ class Distillation(Trainer):
     def _start(self) -> None:
         """Set the state before the first step.
 
-        Passes are as large as their activations allow, by those of one sample; they are recomputed if none fits. The
+        The activations of one sample determine the samples of a pass; if not even one fits, they are recomputed. The
         gradients and moments of the first step are not allocated yet.
         """
         training = [cached for shard in self.group_shards for cached in shard]
@@ -188,7 +188,7 @@ class Distillation(Trainer):
         state.first = state.best = state.last = self.loss()
 
     def _recompute(self, reason: str) -> None:
-        """From now on, recompute activations in backward passes; the reason is about those of a sample."""
+        """Recompute activations in backward passes from now on; `reason` completes the note about a sample's."""
         self.state.recomputes = True
         self.variant.notes.append(f"activations were computed again in backward passes: a sample's {reason}")
 

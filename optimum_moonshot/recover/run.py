@@ -42,7 +42,7 @@ def plan_recovery(prepared: Prepared, variant: Variant) -> Callable[[], float]:
         require(prepared.data is not None, message, field="calibration", value=None)
         part_size(prepared.calibration.num_samples)
         size = TrainingBytes.of(prepared.model, config.bits is not None or config.has_budget)
-        placement = prepared.subject.ranks.broadcast_object(Placement.within(size, prepared.storage))
+        placement = broadcast_first(prepared, lambda: Placement.within(size, prepared.storage))
         variant.notes += [placement.note] if placement.note else []
         if placement.trains:
             return Distillation(prepared, variant, placement.on_host).run

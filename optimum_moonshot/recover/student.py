@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ..masks import is_pruned
 from ..model.calls import replace_call
 from ..model.layers import Block, PrunableLayer, by_visit, find_blocks
-from ..model.offload import bare_copy
+from ..model.weights import bare_copy
 from ..objective.grid import Grid
 from ..objective.patterns import MixedNM, Pattern, Structured, nonzeros
 

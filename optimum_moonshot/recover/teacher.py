@@ -20,9 +20,9 @@ from ..data.batches import IGNORED, Batch
 from ..errors import MoonshotError, Option, Text, require
 from ..model.calls import BlockCall, recorded, run_model
 from ..model.depth import skipping
-from ..model.embeddings import find_pooling, has_head
+from ..model.embeddings import find_pooling
 from ..model.layers import Block, find_structure
-from ..model.losses import pooled_output, relative_distance, token_mask
+from ..model.losses import has_head, pooled_output, relative_distance, token_mask
 from ..pipeline.inputs import Prepared
 from ..pipeline.walk import Walk
 from .student import HOST, StudentBlock

@@ -1,12 +1,6 @@
-"""Measurements of a model, such as its perplexity, and the library versions that results depend on."""
+"""Measurements of a model, such as its perplexity."""
 
-import contextlib
-import functools
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
-
-_version = functools.cache(version)  # parses a file on every call
 
 
 class Measurement(NamedTuple):
@@ -32,12 +26,3 @@ class Measured(Protocol):
 
     def measurements(self) -> dict[str, Measurement]:
         """The measurements, by their data set or task."""
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries."""
-    installed = {"python": platform.python_version()}
-    for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            installed[name] = _version(name)
-    return installed

@@ -1,10 +1,13 @@
-"""`PruningRecord`: the entry "moonshot" of a pruned model's config.json."""
+"""`PruningRecord`: the entry "moonshot" of a pruned model's config.json, and the library versions in it."""
 
 import copy
 import dataclasses
+import functools
+import platform
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 from torch import nn
@@ -17,6 +20,7 @@ from ..objective.grid import Grid
 from ..objective.patterns import NM, MixedNM, Pattern
 
 KEY = "moonshot"  # of the record in a model's configuration
+_version = functools.cache(version)  # parses a file on every call
 NOT_PRUNED = f"config.json has no entry {KEY}: the model is not pruned"
 
 
@@ -25,9 +29,6 @@ class PruningRecord:
     """How a model was pruned: enough to pack it, to train it, and to prune another in the same way.
 
     A record can be read without the solver, which may be in a package that is not installed.
-
-    Raises:
-        MoonshotError: a field of another type, or an invalid configuration; it names the field.
     """
 
     VERSION: ClassVar[int] = 1
@@ -47,7 +48,8 @@ class PruningRecord:
     # None: all layers have the bits of the configuration.
     bits: Mapping[str, int] | None = None
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        """Raise `MoonshotError`, with the name of the field, for another type or an invalid configuration."""
         with _explained():
             optional_objects = ("calibration", "compaction", "rotation", "shrink")
             for name in ("config", "solver_options", "versions", "allocated", *optional_objects):
@@ -71,7 +73,6 @@ class PruningRecord:
         with _explained():
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
-            object.__setattr__(self, "dense", tuple(self.dense))
             valid = self.bits is None or isinstance(self.bits, Mapping)
             require(valid, "must be an object or null", field="bits", value=self.bits)
             _ = self.layer_grids(self.bits or ())
@@ -144,7 +145,9 @@ class PruningRecord:
             check_whole("version", values["version"], least=1)
         newer = f"config.json, {KEY}: version={values['version']}: this release reads {cls.VERSION}; update it"
         require(values["version"] == cls.VERSION, newer)
-        return cls(**{field.name: copy.deepcopy(values[field.name]) for field in fields if field.name in values})
+        record = cls(**{field.name: copy.deepcopy(values[field.name]) for field in fields if field.name in values})
+        record._check()
+        return dataclasses.replace(record, dense=tuple(record.dense))
 
     @classmethod
     def read(cls, config: Any) -> "PruningRecord | None":
@@ -169,6 +172,15 @@ class PruningRecord:
         """Store the record in a model's configuration; does nothing for a plain module."""
         if isinstance(getattr(model, "config", None), PreTrainedConfig):
             setattr(model.config, KEY, self.to_dict())
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries."""
+    installed = {"python": platform.python_version()}
+    for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
+        with suppress(PackageNotFoundError):
+            installed[name] = _version(name)
+    return installed
 
 
 @contextmanager

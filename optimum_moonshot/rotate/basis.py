@@ -5,7 +5,7 @@ by the rotation of that space. Both start from the dense weights, in float64 (fl
 and round once.
 
 The dense weights of resident blocks are copied to host memory. Offloaded blocks keep theirs at their source, and the
-changes are stored separately (model/offload.py), block by block.
+changes are stored separately (model/weights.py), block by block.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, Option, Text, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import Block, by_module, onloaded_in_turn, visited
-from ..model.offload import RESIDENT, Changes, Offloaded, Weights, mark_written
+from ..model.weights import RESIDENT, Weights, mark_written
 from .report import RotationReport
 from .spaces import Place, Space
 from .trace import Axis, parameter_slots, tolerance_of
@@ -56,7 +56,7 @@ class Basis:
         self.untied: list[tuple[Axis, nn.Parameter]] = []  # with the shared parameter
         self.settings: list[tuple[Any, Any]] = []  # configurations, with their tie_word_embeddings
         self.dense: dict[int, Tensor] = {}  # id of a parameter → its dense value, in host memory
-        self.offloaded: dict[Offloaded, Changes] = {}  # weights of a block → their dense state
+        self.stored: dict[Weights, Any] = {}  # weights of a block that are not resident → their dense state
         inputs, outputs = (_embeddings(model, f"get_{end}_embeddings") for end in ("input", "output"))
         for at in self._to_untie():
             tied = at.holder is outputs and getattr(inputs, at.name, None) is at.parameter and bool(_tying(model))
@@ -79,8 +79,8 @@ class Basis:
     def keep(self) -> None:
         """Untie parameters that need two bases, and copy the parameters that will change to host memory.
 
-        Then no parameters are tied by the configuration any more, also not others, such as the bias of a head to that
-        of a layer in it: after saving and loading, all of them would be separate.
+        The configuration then ties no parameters, so others are untied too, such as the bias of a head from that of a
+        layer in it: after saving and loading, all of them would be separate.
         """
         tied = _tied_names(self.model)
         for at in self._to_untie():
@@ -95,9 +95,9 @@ class Basis:
             if uses[id(at.holder._parameters.get(key))] > 1:
                 uses[id(at.parameter)] -= 1
                 self._untie(at)
-        for block, changes in self._by_block():
-            if isinstance(block, Offloaded):
-                self.offloaded[block] = block.changes()
+        for weights, changes in self._by_block():
+            if weights is not RESIDENT:
+                self.stored[weights] = weights.changes()
                 continue
             for parameter in (change.at.parameter for change in changes):
                 if id(parameter) not in self.dense:
@@ -119,10 +119,10 @@ class Basis:
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
         """Write the weights in the basis of some rotations, as for `_transform`; {} only folds the gains of norms."""
-        for block, changes in self._by_block():
-            if isinstance(block, Offloaded):
-                block.restore(self.offloaded[block])
-            with block.onloaded():
+        for weights, changes in self._by_block():
+            if weights is not RESIDENT:
+                weights.restore(self.stored[weights])
+            with weights.onloaded():
                 by_parameter = {id(change.at.parameter): change for change in reversed(changes)}
                 for change in by_parameter.values():  # once, if several modules share it
                     parameter = change.at.parameter
@@ -133,8 +133,8 @@ class Basis:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the dense model, bit by bit."""
-        for block, changes in self.offloaded.items():
-            block.restore(changes)
+        for weights, changes in self.stored.items():
+            weights.restore(changes)
         for at in (change.at for change in self.changes):
             if id(at.parameter) in self.dense:
                 at.parameter.copy_(self.dense[id(at.parameter)])
@@ -150,7 +150,7 @@ class Basis:
     def forget(self) -> None:
         """Free the copies of the dense weights; the model keeps its basis."""
         self.dense.clear()
-        self.offloaded.clear()
+        self.stored.clear()
 
 
 @dataclass(eq=False)

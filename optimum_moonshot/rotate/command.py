@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from ..commands.common import (
     add_data_option,
     add_model_options,
-    add_offload_option,
     add_output_options,
     import_modules,
 )
@@ -33,11 +32,10 @@ WITHOUT = (
 
 
 def add_rotate_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
+    add_model_options(parser, by_layer=True)
     add_output_options(parser, f"folder for the rotated model; {RESUMED_HELP}")
     add_calibration_options(parser)
     add_data_option(parser, "--eval", "measure the model on these data sets before and after")
-    add_offload_option(parser)
     add_method_options(parser, without=WITHOUT)
 
 

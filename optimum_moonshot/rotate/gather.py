@@ -40,7 +40,7 @@ def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Spa
     return find(prepared.model, prepared.probe, heads, permuted, compared if weighted else [])
 
 
-def offload_inverses(prepared: Prepared, objective: Objective) -> int:
+def release_inverses(prepared: Prepared, objective: Objective) -> int:
     """Move the cached matrices of the objective away from the device; returns the bytes that this has freed there."""
     storage, before = prepared.storage, prepared.storage.cached
     for group in objective.groups:
@@ -73,8 +73,8 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     reached = next(objective.matrices, None) is not None
     require(reached, "no calibration data reached a layer that it could be learned for", field="rotation")
     losses = gathering.fisher if fisher else None
-    offload = partial(offload_inverses, prepared, objective)
-    prepared.backoff.with_more_memory(WHERE, lambda: set_totals(objective, losses), offload)
+    release = partial(release_inverses, prepared, objective)
+    prepared.backoff.with_more_memory(WHERE, lambda: set_totals(objective, losses), release)
     return objective
 
 

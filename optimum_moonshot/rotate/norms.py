@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..model.offload import bare_copy
+from ..model.weights import bare_copy
 
 # Relative tolerance between two results of a norm: some compute in float32 whatever the dtype of the input.
 TOLERANCE = 1e-4

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..devices import trim_host_memory
 from ..errors import Text, require
 from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.inputs import Prepared
+from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from .basis import Basis, ModelRotation, check_invariance, check_same, outputs
-from .gather import WHERE, PatternsOf, gather, offload_inverses, rotatable_spaces
+from .gather import WHERE, PatternsOf, gather, release_inverses, rotatable_spaces
 from .learning import Learned, learn, rotations
 from .permutation_search import permute_channels
 from .report import RotationReport
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ..model.layers import PrunableLayer
     from ..objective.patterns import Pattern
     from ..pipeline.store import ResultStore
-    from ..pipeline.variant import Variant
     from .objective import Objective
 
 # Steps of learning after which the state is stored, to survive an interruption.
@@ -112,12 +112,13 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
 
 def _from_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
     """The state that the first process learns or has stored, in all processes."""
-    ranks = prepared.subject.ranks
-    state = learn() if ranks.is_main else None
-    if ranks.size > 1:
-        saved = ranks.broadcast_object(None if state is None else state.saved())
-        state = None if saved is None else Learned.load(*saved)
-    return state
+
+    def saved() -> tuple[Any, ...] | None:
+        state = learn()
+        return None if state is None else state.saved()
+
+    stored = broadcast_first(prepared, saved)
+    return None if stored is None else Learned.load(*stored)
 
 
 def _learn(
@@ -126,7 +127,10 @@ def _learn(
     """Learn rotations, then permutations, then scales; resumes the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
     steps, shown = config.rotation_steps, prepared.subject.progress
-    retried = partial(prepared.backoff.with_more_memory, WHERE, spill=partial(offload_inverses, prepared, objective))
+
+    def retried(work: Callable[[], None]) -> None:
+        prepared.backoff.with_more_memory(WHERE, work, partial(release_inverses, prepared, objective))
+
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..commands.common import (
     add_format_option,
     add_model_options,
-    add_offload_option,
     add_output_options,
     check_data,
     expect,
@@ -34,7 +33,7 @@ SWEPT = {"lam": "lambdas", "sparsity": "sparsities", "pattern": "patterns", "see
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
+    add_model_options(parser, by_layer=True)
     add_output_options(
         parser,
         "folder for table, plots and, with --save, the model; the weights of the variants are stored in DIR.partial, "
@@ -56,7 +55,6 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     text = "save the model with the best λ, of the last seed, to DIR/model"
     parser.add_argument("--save", action="store_true", help=text)
     add_format_option(parser, default="dense")
-    add_offload_option(parser)
     add_method_options(parser, without=tuple(SWEPT))
 
 

@@ -27,8 +27,8 @@ from ..pipeline.run_context import check_idle
 from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
-from ..reports.measurement import versions
 from ..reports.prune_report import PruneReport
+from ..reports.record import versions
 from .report import SweepEntry, SweepReport
 from .variants import Solved, combinations, released_on_failure, select_layers, solve_variants
 

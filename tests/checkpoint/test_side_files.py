@@ -11,9 +11,8 @@ import transformers as hf
 from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, convert
-from optimum_moonshot.checkpoint import side_files
-from optimum_moonshot.checkpoint.origin import Source, source_of
-from optimum_moonshot.checkpoint.side_files import SideFiles, copy_side_files
+from optimum_moonshot.checkpoint import origin
+from optimum_moonshot.checkpoint.origin import SideFiles, Source, copy_side_files, source_of
 
 SIDE = [
     "LICENSE", "NOTICE.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
@@ -108,7 +107,7 @@ def test_links_out_of_the_folder_special_files_and_loops(tmp_path, caplog, monke
         monkeypatch.chdir(source)  # names of sockets are short
         server.bind("socket")
     (source / "large.txt").write_text("content of 0" + "0" * 99)
-    monkeypatch.setattr(side_files, "LARGEST", 100)
+    monkeypatch.setattr(origin, "LARGEST", 100)
     copy_side_files(source, target)
     names = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
     assert names == {"a/x.txt", "good.txt", "good/x.txt"}

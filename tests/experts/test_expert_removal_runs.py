@@ -17,7 +17,7 @@ from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, Mo
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
 from optimum_moonshot.checkpoint.verification import verify
-from optimum_moonshot.model.experts import expert_parameters
+from optimum_moonshot.model.layer_kinds import expert_parameters
 from optimum_moonshot.solvers.base import solver_class
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

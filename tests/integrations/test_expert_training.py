@@ -13,7 +13,7 @@ from training_runs import HALF, samples, trainer
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.masks import find_pruned
 from optimum_moonshot.model.calls import run_model
-from optimum_moonshot.model.experts import expert_parameters
+from optimum_moonshot.model.layer_kinds import expert_parameters
 
 peft = pytest.importorskip("peft")
 from optimum_moonshot.integrations.peft import (  # noqa: E402

@@ -20,7 +20,8 @@ from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.model.calls import run_model
-from optimum_moonshot.model.experts import ExpertsLayer, expert_parameters
+from optimum_moonshot.model.experts import ExpertsLayer
+from optimum_moonshot.model.layer_kinds import expert_parameters
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.packing import weight_of

@@ -16,7 +16,8 @@ from tiny_architectures import made
 from optimum_moonshot import MoonshotPruner, load_pruned
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
-from optimum_moonshot.model.offload import Offloaded, is_offloaded, mark_written
+from optimum_moonshot.model.offload import Offloaded
+from optimum_moonshot.model.weights import is_offloaded, mark_written
 from optimum_moonshot.prune import run as run_module
 
 

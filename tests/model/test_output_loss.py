@@ -13,8 +13,8 @@ from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight
 from optimum_moonshot.data.batches import sample_digests, split_batches
-from optimum_moonshot.model.embeddings import Pooling, find_pooling, has_head
-from optimum_moonshot.model.losses import OutputLoss, default_loss, loss_gradient, pooled_output, random_signs
+from optimum_moonshot.model.embeddings import Pooling, find_pooling
+from optimum_moonshot.model.losses import OutputLoss, default_loss, has_head, loss_gradient, pooled_output, random_signs
 
 MEAN = Pooling(("mean",), normalized=True)
 SPEECH = dict(

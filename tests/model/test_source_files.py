@@ -17,8 +17,7 @@ from models import make, spread, token_batches
 from offloaded_models import offloaded
 
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.model.layers import find_blocks
-from optimum_moonshot.model.offload import weights_of
+from optimum_moonshot.model.layers import find_blocks, weights_of
 
 IDS = torch.arange(10)[None]
 

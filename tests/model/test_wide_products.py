@@ -7,8 +7,8 @@ from models import make, token_batches
 from torch.nn.functional import linear
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.model import wide_products as module
-from optimum_moonshot.model.wide_products import wide_products
+from optimum_moonshot.model import isolation as module
+from optimum_moonshot.model.isolation import wide_products
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 NARROW = (torch.bfloat16, torch.float16)

@@ -10,7 +10,8 @@ from models import EDGE, GROUPED, make, token_batches
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
-from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.model.offload import Offloaded
+from optimum_moonshot.model.weights import is_offloaded
 from optimum_moonshot.plan.footprint import LiveBytes
 from optimum_moonshot.plan.report import DISK
 

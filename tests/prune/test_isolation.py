@@ -15,9 +15,9 @@ from offloaded_models import offloaded
 from training_runs import trainer
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight
+from optimum_moonshot.devices import usual_settings
 from optimum_moonshot.evaluation.metrics import perplexity
 from optimum_moonshot.model.isolation import isolated
-from optimum_moonshot.torch_settings import usual_settings
 
 ROTATION = {"rotation": "learned", "rotation_steps": 2, "recover": "blockwise", "recover_steps": 4}
 STRUCTURED = {"pattern": "structured", "solver": "osscar", "lam": None, "sparsity": 0}

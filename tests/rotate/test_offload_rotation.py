@@ -15,8 +15,8 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.self_calibration import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
-from optimum_moonshot.model.offload import is_offloaded
 from optimum_moonshot.model.structured_groups import find_structured_groups, probe_inputs
+from optimum_moonshot.model.weights import is_offloaded
 from optimum_moonshot.rotate.group_spaces import find
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

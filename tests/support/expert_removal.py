@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from tiny_mixtures import family
 
-from optimum_moonshot.model.experts import expert_parameters
+from optimum_moonshot.model.layer_kinds import expert_parameters
 
 REFUSED = {
     "deepseek_v4": "their tokens depend on more than the router's scores",
