@@ -27,7 +27,7 @@ def main(
     pruner.save_pretrained(output, format="packed")
     print(f"sparsity {report.sparsity:.2f}, perplexity {before:.2f} → {after:.2f}")
     print(f"{size(model):,} → {size(output):,} bytes")
-    print(verify(output))  # from the files: checksums, zeros, and the grid of 4 bits
+    print(verify(output).table())  # from the files: checksums, zeros, and the grid of 4 bits
 
 
 def size(folder: str | Path) -> int:

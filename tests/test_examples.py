@@ -121,7 +121,7 @@ def test_the_notebook(tmp_path, capsys, monkeypatch):
     for output in ("outputs/SmolLM2-2of4", "outputs/SmolLM2-2of4-trained"):
         layers = find_pruned(load_pruned(tmp_path / output))
         assert len(layers) == 14 and all(follows(layer.matrix, NM(2, 4)) for layer in layers)
-    assert "model.safetensors" in capsys.readouterr().out
+    assert "moonshot.safetensors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("beside", "source"), [(True, ".."), (False, "optimum-moonshot")])
