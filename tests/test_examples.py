@@ -116,7 +116,7 @@ def test_the_notebook(tmp_path, capsys, monkeypatch):
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    results = notebooks.run(tmp_path, monkeypatch, 4, 64, 20, 8)
+    results = notebooks.run(tmp_path, monkeypatch, "alps", 4, 64, 20, 8)
     assert results["trained"].value < results["pruned"].value
     for output in ("outputs/SmolLM2-2of4", "outputs/SmolLM2-2of4-trained"):
         layers = find_pruned(load_pruned(tmp_path / output))

@@ -140,7 +140,7 @@ def test_the_notebook(folder, tmp_path, monkeypatch):
     name = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     name.parent.mkdir()
     name.symlink_to(folder)
-    results = notebooks.run(tmp_path, monkeypatch, 4, 64, 8, 4)
+    results = notebooks.run(tmp_path, monkeypatch, "wanda", 4, 64, 8, 4)
     assert "Paris" in results["answer"](hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     assert results["dense"].value < results["trained"].value < results["pruned"].value
     assert results["callback"].masks.sparsity() == 0.5 and verify(tmp_path / "outputs/SmolLM2-2of4-trained")

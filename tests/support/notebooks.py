@@ -9,7 +9,7 @@ import pytest
 from optimum_moonshot.data import sources
 
 PATH = Path(__file__).parents[2] / "examples" / "smollm2.ipynb"
-SIZES = "samples, length, steps, windows = 64, 256, 40, 20"  # in the notebook
+SETTINGS = 'solver, samples, length, steps, windows = "alps", 64, 256, 40, 20'  # in the notebook
 
 
 def cells() -> list[str]:
@@ -25,20 +25,20 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in code]
 
 
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *sizes: int) -> dict:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str | int) -> dict:
     """Run the cells in `folder`, where the model's name is a folder; returns their names and values.
 
     Args:
         folder: the working directory, with the model in HuggingFaceTB/SmolLM2-135M-Instruct.
         monkeypatch: pytest's fixture.
-        sizes: samples, tokens of a window, training steps, and windows of an evaluation.
+        settings: solver, samples, tokens of a window, training steps, and windows of an evaluation.
     """
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sources, "load_dataset", pages.load_dataset)
     monkeypatch.setattr("datasets.load_dataset", pages.load_dataset)
     sources_of_cells, namespace = cells(), {"__name__": "notebook"}
-    assert sum(SIZES in source for source in sources_of_cells) == 1
+    assert sum(SETTINGS in source for source in sources_of_cells) == 1
     for source in sources_of_cells:
-        smaller = source.replace(SIZES, f"samples, length, steps, windows = {', '.join(map(str, sizes))}")
+        smaller = source.replace(SETTINGS, f"solver, samples, length, steps, windows = {settings!r}")
         exec(compile(smaller, PATH.name, "exec"), namespace)
     return namespace
