@@ -2,11 +2,12 @@
 
 The loss of a width is measured at a few levels with the weights that OSSCAR finds for them in all blocks, and
 interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That of a set of blocks is measured without
-them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; the share
+them, merged where they can be (merging.py). All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; the share
 of a removed block in the loss of a width, which is measured at one level, is subtracted.
 
-The measured sets of blocks are those with the least loss by either of the two objectives (blocks.py), up to the number
-of blocks that reaches the target alone.
+The measured sets of blocks are those of the best runs to merge (block_runs.py), and where none can be merged those
+with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the target
+alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +44,10 @@ class MeasurableModel(Protocol):
         """A context in which some layers have the weights of a trial."""
 
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
-        """A context in which some blocks return their input."""
+        """A context in which some blocks are merged into the blocks before them, or return their input."""
 
-    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
-        """Sets of this many blocks whose loss is to be measured; none if as many cannot be removed."""
+    def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:
+        """Sets of this many blocks, of at most `most`, whose loss is to be measured; none if so many cannot leave."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def block_sets(model: MeasurableModel, most: int) -> BlockSets:
         return model.loss(f"without blocks {', '.join(map(str, blocks))}", partial(model.without, blocks), few)
 
     for size in range(1, most + 1):
-        candidates = model.candidates(size)
+        candidates = model.candidates(size, most)
         if candidates:
             best = candidates[0] if len(candidates) == 1 else min(candidates, key=lambda blocks: without(blocks, True))
             sets.append(best)

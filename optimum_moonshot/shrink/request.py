@@ -51,10 +51,11 @@ class Shrinking:
         assert isinstance(model, PreTrainedModel)
         return model
 
-    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...]) -> Subject:
+    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...], merged: tuple[int, ...]) -> Subject:
         """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
         teacher = self.subject.teacher or DenseTeacher(self.model)
-        return dataclasses.replace(self.subject, model=model, teacher=dataclasses.replace(teacher, removed=blocks))
+        teacher = dataclasses.replace(teacher, removed=blocks, merged=merged)
+        return dataclasses.replace(self.subject, model=model, teacher=teacher)
 
     def cost_of(self, model: PreTrainedModel) -> float:
         """The cost of a smaller model, in the unit of the target."""
@@ -70,7 +71,7 @@ class Shrinking:
             basis: as in `DenseTeacher`.
             dense: the cost of the dense model.
         """
-        subject = dataclasses.replace(self.subject, model=model, teacher=DenseTeacher(self.teacher, (), basis))
+        subject = dataclasses.replace(self.subject, model=model, teacher=DenseTeacher(self.teacher, basis=basis))
         target = dataclasses.replace(self.target, dense=dense)
         return dataclasses.replace(self, subject=subject, target=target, resume_dir=self.folder("narrowed"))
 

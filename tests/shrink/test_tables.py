@@ -88,7 +88,7 @@ class Additive:
         yield
         self.now = 0.0
 
-    def candidates(self, count):
+    def candidates(self, count, most):
         return [(0,), (1,)]
 
 
