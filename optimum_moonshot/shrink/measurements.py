@@ -1,9 +1,13 @@
 """Measure the losses and costs of the removable parts of a model."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+from ..errors import MoonshotError
 from ..model.calls import frozen
+from ..model.losses import token_mask
+from ..model.model_info import text_setting
 from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.selection import select
@@ -25,6 +29,7 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
     samples = sample_folder(subject, run.folder("measured"))
     prepared = prepare(subject, selection, run.calibration, samples)
+    check_tokens(prepared)
     names = {layer.name for layer in selection.layers}
     pattern = config.parsed_pattern
     assert isinstance(pattern, Structured)
@@ -46,6 +51,27 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()
+
+
+def check_tokens(prepared: Prepared) -> None:
+    """Check that the calibration data determine a loss.
+
+    Weights are fitted to the data on which the losses are measured: with fewer tokens than directions of the residual
+    stream, the model without most of its parts reproduces its hidden states on them.
+
+    Raises:
+        MoonshotError: there are fewer tokens than the hidden size.
+    """
+    masks = [token_mask(batch) for batch in prepared.calibration.batches]
+    width = text_setting(prepared.model, "hidden_size")
+    tokens = sum(int(mask.sum()) for mask in masks if mask is not None)
+    if None in masks or tokens >= width:
+        return
+    samples = prepared.calibration.num_samples
+    least = math.ceil(width * samples / tokens)
+    message = f"{tokens} calibration tokens are fewer than the hidden size, {width}: no part would have a loss on them"
+    hint = f"give longer samples, or at least {least} of them, better {10 * least}"
+    raise MoonshotError(message, field="num_samples", value=samples, hint=hint)
 
 
 def _solve(prepared: Prepared, variants: Sequence[Variant]) -> None:

@@ -14,6 +14,7 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.recover.run import TrainingBytes
 from optimum_moonshot.recover.tuning import Tuner
+from optimum_moonshot.shrink import trials
 
 BLOCKWISE = dataclasses.replace(CONFIG, recover="blockwise", recover_steps=8, recover_lr=0.01)
 NARROWED = "recovery trained all parameters of the blocks that lost directions of the residual stream"
@@ -37,7 +38,13 @@ def held_out(batches, count):
     return {key: torch.cat([batch[key] for batch in batches])[-count:] for key in keys}
 
 
-def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one():
+@pytest.fixture
+def deleted(monkeypatch):
+    """Blocks are deleted, not merged into those before them."""
+    monkeypatch.setattr(trials, "find_output_layers", lambda *_: {})
+
+
+def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one(deleted):
     """Where the hidden size alone leaves, the model without it would be its own teacher, at a divergence of 0."""
     config = dataclasses.replace(CONFIG, recover="distill", recover_steps=4)
     model = make("llama")
@@ -107,7 +114,7 @@ def test_a_distillation_without_memory_recovers_narrowed_blocks(monkeypatch):
     assert same(pruner.model, state(plain.model))
 
 
-def test_a_distillation_without_memory_has_nothing_to_tune_where_blocks_alone_leave(monkeypatch):
+def test_a_distillation_without_memory_has_nothing_to_tune_where_blocks_alone_leave(monkeypatch, deleted):
     config = dataclasses.replace(BLOCKWISE, targets=NEURONS, ignore=["layers.1"], recover="distill")
     plain, report = shrunk(config=dataclasses.replace(config, recover=None), parameters=0.8)
     monkeypatch.setattr(TrainingBytes, "of", lambda *_: TrainingBytes(*[2**50] * 4))
