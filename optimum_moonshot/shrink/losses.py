@@ -2,14 +2,16 @@
 
 The loss of a width is measured at a few levels with the weights that OSSCAR finds for them in all blocks, and
 interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That of a set of blocks is measured without
-them, merged where they can be (merging.py). All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; the share
-of a removed block in the loss of a width, which is measured at one level, is subtracted.
+them, merged into the blocks before them where possible. All are in one unit, nats for a language model, so
+that their sum predicts the loss of a combination; the share of a removed block in the loss of a width, which is
+measured at one level, is subtracted.
 
-The measured sets of blocks are those of the best runs to merge (block_runs.py), and where none can be merged those
-with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the target
-alone.
+The measured sets of blocks are the runs to merge with the least loss (merging.py). Where none can be merged, they
+are those with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the
+target alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from .widths import TRIALS, Width, trial_levels
 
 # The largest fraction of the blocks that is removed.
 MOST_BLOCKS = 0.5
+# The most groups of consecutive blocks whose shares in the loss of a width are measured; a group has equal shares. One
+# for each of 30 blocks would take a quarter of the time of all measurements.
+MOST_SHARES = 8
 BLOCKS = "blocks"  # the name of their dimension
 HIDDEN = "hidden size"
 
@@ -82,13 +87,16 @@ def width_losses(model: MeasurableModel, width: Width, blocks: Sequence[Sequence
     dense, members = model.loss("dense", few=True), [layer for layer, _ in width.members]
     levels = trial_levels(width)
     losses = level_losses(model, width, lambda trial: model.pruned(trial, members))
-    middle = len(TRIALS) // 2
-    shares = []
-    for index, layers in enumerate(blocks):
-        inside = [layer for layer in layers if layer in members]
-        key = f"{width.name} without {levels[middle]} in block {index}"
-        change = partial(model.pruned, middle, inside)
-        shares.append(max(0.0, model.loss(key, change, few=True) - dense) if inside else 0.0)
+    middle, size = len(TRIALS) // 2, math.ceil(len(blocks) / MOST_SHARES)
+    shares = list[float]()
+    for start in range(0, len(blocks), size):
+        inside = [[layer for layer in layers if layer in members] for layers in blocks[start : start + size]]
+        stop, having = start + len(inside) - 1, sum(map(bool, inside))
+        place = f"block {start}" if stop == start else f"blocks {start} to {stop}"
+        change = partial(model.pruned, middle, [layer for layers in inside for layer in layers])
+        key = f"{width.name} without {levels[middle]} in {place}"
+        share = max(0.0, model.loss(key, change, few=True) - dense) / having if having else 0.0
+        shares += [share if layers else 0.0 for layers in inside]
     total = sum(shares)
     shares = [share / total for share in shares] if total else [1 / len(blocks)] * len(blocks)
     return WidthLosses(losses, tuple(shares))

@@ -16,6 +16,11 @@ a map T of the layer's output, W ← T W; the inputs are 2 to 4 times as many as
 ρ = tr(Σ z zᵀ) / tokens: as if the data had another token for each input, of mean energy, without a change. So the fit
 is close to deletion if tokens are few. Measured beside other ridges in docs/shrink.md.
 
+Several short runs lose less than one long run, and a set of runs about as much as the sum of them. So the losses of at
+most twice as many runs as there are blocks are measured: of every single block, and of the better half of the runs of
+each length with one block more. Of every number of blocks, the set of runs with the least sum follows by dynamic
+programming.
+
 The layers are found by a probe: a random change of the layer's output changes the block's by s times as much. A norm
 behind the layer (Gemma 2), experts, or blocks that do not follow each other fail it, and their runs are deleted.
 """
@@ -55,8 +60,10 @@ from ..objective.linalg import all_finite
 from ..pipeline.inputs import Prepared
 from ..pipeline.walk import Stop
 
-# The sums of several passes need at most the memory of the model, or this.
+# The sums of a pass need at most the memory of the model, or this.
 LEAST_BYTES = 2**30
+# The most blocks of a run whose loss is measured.
+LONGEST = 4
 
 Run = tuple[int, int]  # the block before a run of removed blocks, and the last of the run
 
@@ -89,10 +96,10 @@ def find_output_layers(model: nn.Module, blocks: Sequence[Block], inputs: Batch)
         if block.name not in calls or following.name not in calls:
             continue
         received = split_hidden(*calls[following.name])[0]
-        own = [each for each in block.layers if isinstance(each, LinearLayer) and uses[id(each.parameter)] == 1]
-        layer = _output_layer(block, own, calls[block.name], received)
-        if layer is not None:
-            layers[index] = layer
+        linear = [layer for layer in block.layers if isinstance(layer, LinearLayer) and uses[id(layer.parameter)] == 1]
+        output = _output_layer(block, linear, calls[block.name], received)
+        if output is not None:
+            layers[index] = output
     return layers
 
 
@@ -136,6 +143,10 @@ def _scale(layer: LinearLayer, output: Tensor, call: Callable[[], Any]) -> float
     return scale if scale > 0 and close(difference, scale * given) else None
 
 
+def _bias(layer: PrunableLayer) -> nn.Parameter | None:
+    return layer.module._parameters.get("bias")
+
+
 @dataclass
 class _Sums:
     """The sums over the calibration tokens for the updates of one layer, in host memory."""
@@ -172,7 +183,8 @@ class _Observer:
     """Hooks that add up the sums of some runs, removed when `hooks` closes."""
 
     def __init__(self, blocks: Sequence[Block], outputs: Mapping[int, OutputLayer], runs: Collection[Run]):
-        self.outputs, self.mask, self.last = outputs, None, max(last for _, last in runs)
+        self.outputs, self.last = outputs, max(last for _, last in runs)
+        self.mask: Tensor | None = None
         self.sums = {before: _Sums() for before, _ in runs}
         self.lasts = {before: {last for first, last in runs if first == before} for before in self.sums}
         self.inputs, self.streams, self.hooks = dict[int, Tensor](), dict[int, Tensor](), ExitStack()
@@ -194,7 +206,7 @@ class _Observer:
     def _read(self, before: int, layer: PrunableLayer, inputs: Tensor, _: Tensor) -> None:
         self.mask = None if layer.token_mask(inputs, self.mask) is None else self.mask
         rows = self._rows(inputs)
-        if layer.module._parameters.get("bias") is not None:
+        if _bias(layer) is not None:
             rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
         self.inputs[before] = rows
         self.sums[before].add(rows)
@@ -249,7 +261,7 @@ class Merging:
             missing = [run for run in missing if run not in now]
             for before, sums in self._collect(now).items():
                 layer = self.outputs[before].layer
-                bias = layer.module._parameters.get("bias")
+                bias = _bias(layer)
                 for last, update in sums.updates(self.outputs[before]).items():
                     weight = layer.matrix.double().cpu() + update[:, : layer.shape[1]]
                     shift = None if bias is None else (bias.double().cpu() + update[:, -1]).to(bias)
@@ -286,11 +298,10 @@ class Merging:
         with ExitStack() as stack:
             for before, last in runs:
                 layer, (weight, bias) = self.outputs[before].layer, self.fitted[before, last]
-                values = [(layer.parameter, layer.as_parameter(weight))]
-                values += [] if bias is None else [(layer.module._parameters["bias"], bias)]
-                for parameter, value in values:
-                    stack.callback(setattr, parameter, "data", parameter.data)
-                    parameter.data = value
+                for parameter, value in (layer.parameter, layer.as_parameter(weight)), (_bias(layer), bias):
+                    if parameter is not None and value is not None:
+                        stack.callback(setattr, parameter, "data", parameter.data)
+                        parameter.data = value
             stack.enter_context(skipping(self.blocks[block].module for block in blocks))
             yield
 
@@ -307,6 +318,56 @@ class Merging:
             name = self.outputs[before].layer.name.removeprefix(self.blocks[before].name)
             (layer,) = (layer for layer in block.layers if layer.name == block.name + name)
             layer.write(weight)
-            if bias is not None:
-                layer.module._parameters["bias"].copy_(bias)
+            shift = _bias(layer)
+            if shift is not None and bias is not None:
+                shift.copy_(bias)
         return runs
+
+
+def measure_runs(possible: Collection[Run], most: int, measure: Callable[[Run], float]) -> dict[Run, float]:
+    """The losses of runs, by successive halving.
+
+    Args:
+        possible: the runs that can be merged.
+        most: the largest number of blocks to remove.
+        measure: returns the increase of the model's loss without a run.
+
+    Returns:
+        The losses of those that were measured, at least 0.
+    """
+    losses = dict[Run, float]()
+    runs = sorted(run for run in possible if run[1] - run[0] == 1)
+    for _ in range(min(LONGEST, most)):
+        measured = {run: max(0.0, measure(run)) for run in runs}
+        losses |= measured
+        better = sorted(measured, key=lambda run: measured[run])[: (len(measured) + 1) // 2]
+        runs = sorted((before, last + 1) for before, last in better if (before, last + 1) in possible)
+    return losses
+
+
+def best_sets(losses: dict[Run, float], most: int) -> dict[int, tuple[int, ...]]:
+    """The set of blocks with the least sum of losses of its runs, by the number of its blocks.
+
+    Args:
+        losses: of runs.
+        most: the largest number of blocks.
+
+    Returns:
+        Ascending indices of 1 to `most` blocks, as far as so many can be removed.
+    """
+    end = 1 + max((last for _, last in losses), default=-1)
+    # By the number of removed blocks: the loss, and the blocks, among those with an index of at least `first`.
+    tables: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())} for _ in range(end + 2)]
+    for first in range(end, -1, -1):
+        table = dict(tables[first + 1])
+        for (before, last), loss in losses.items():
+            if before != first:
+                continue
+            blocks = tuple(range(before + 1, last + 1))
+            # The next run begins behind the block that follows this one, which may take up its change.
+            for count, (other, others) in tables[last + 1].items():
+                total = len(blocks) + count
+                if total <= most and (total not in table or loss + other < table[total][0]):
+                    table[total] = loss + other, (*blocks, *others)
+        tables[first] = table
+    return {count: blocks for count, (_, blocks) in tables[0].items() if count}

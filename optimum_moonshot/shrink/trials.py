@@ -21,10 +21,9 @@ from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import MEASURED, Parts, RunFolder
 from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
-from .block_runs import LONGEST, best_sets, measure_runs
 from .blocks import BlockScores, score_blocks
 from .losses import BLOCKS
-from .merging import Merging, Run, find_output_layers
+from .merging import LONGEST, Merging, Run, best_sets, find_output_layers, measure_runs
 from .widths import Width, trial_configs
 
 # Samples on which losses are measured, spread over the calibration data; and on which parts are only compared with each
@@ -115,7 +114,7 @@ class Trials:
 
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
         if self.merging.runs(blocks):  # those of all candidates by one pass
-            self.merging.fit([run for each in self._merged.values() for run in self.merging.runs(each)])
+            self.merging.fit([run for candidate in self._merged.values() for run in self.merging.runs(candidate)])
         return self.merging.applied(blocks)
 
     def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:

@@ -17,8 +17,7 @@ from optimum_moonshot.model.layers import find_blocks, find_structure
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
 from optimum_moonshot.shrink import trials
-from optimum_moonshot.shrink.block_runs import best_sets, measure_runs
-from optimum_moonshot.shrink.merging import Merging, find_output_layers
+from optimum_moonshot.shrink.merging import Merging, best_sets, find_output_layers, measure_runs
 
 # Blocks alone leave: one block has no layer to prune, so that the widths stay.
 ALONE = {
@@ -84,16 +83,16 @@ def test_the_layers_whose_outputs_blocks_add_to_the_stream(name, layer, dtype):
     """Of parallel attention and MLP the wider one; none behind a norm, of experts, or that blocks share."""
     model = make(name).to(dtype)
     blocks = find_structure(model).blocks
-    found = find_output_layers(model, blocks, (image_batches() if name == "vit" else token_batches())[0])
+    outputs = find_output_layers(model, blocks, (image_batches() if name == "vit" else token_batches())[0])
     expected = {} if layer is None else {index: f"{blocks[index].name}.{layer}" for index in (0, 1)}
-    assert {index: output.layer.name for index, output in found.items()} == expected
-    assert all(output.scale == pytest.approx(1, abs=1e-4) for output in found.values())
+    assert {index: output.layer.name for index, output in outputs.items()} == expected
+    assert all(output.scale == pytest.approx(1, abs=1e-4) for output in outputs.values())
 
 
 def test_a_scaled_residual_has_its_scale():
     model = granite()
-    found = find_output_layers(model, find_structure(model).blocks, token_batches()[0])
-    assert [output.scale for output in found.values()] == pytest.approx([0.3, 0.3], rel=1e-4)
+    outputs = find_output_layers(model, find_structure(model).blocks, token_batches()[0])
+    assert [output.scale for output in outputs.values()] == pytest.approx([0.3, 0.3], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "gpt2", "opt"])
