@@ -1,13 +1,9 @@
 """Measure the losses and costs of the removable parts of a model."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
-from ..errors import MoonshotError
 from ..model.calls import frozen
-from ..model.losses import token_mask
-from ..model.model_info import text_setting
 from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.selection import select
@@ -17,7 +13,7 @@ from ..prune.layers import prune_layers
 from .decision import Tables, measure_tables
 from .experts import expert_trials
 from .hidden import HiddenSizes, check_reachable, find_hidden, hidden_sizes
-from .request import LAM_HEADS, Shrinking
+from .request import LAM_HEADS, Shrinking, check_tokens
 from .trials import Trials
 from .widths import find_widths
 
@@ -51,27 +47,6 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
             return tables, hidden, trials.measurements.values
         finally:
             trials.release()
-
-
-def check_tokens(prepared: Prepared) -> None:
-    """Check that the calibration data determine a loss.
-
-    Weights are fitted to the data on which the losses are measured: with fewer tokens than directions of the residual
-    stream, the model without most of its parts reproduces its hidden states on them.
-
-    Raises:
-        MoonshotError: there are fewer tokens than the hidden size.
-    """
-    masks = [token_mask(batch) for batch in prepared.calibration.batches]
-    width = text_setting(prepared.model, "hidden_size")
-    tokens = sum(int(mask.sum()) for mask in masks if mask is not None)
-    if None in masks or tokens >= width:
-        return
-    samples = prepared.calibration.num_samples
-    least = math.ceil(width * samples / tokens)
-    message = f"{tokens} calibration tokens are fewer than the hidden size, {width}: no part would have a loss on them"
-    hint = f"give longer samples, or at least {least} of them, better {10 * least}"
-    raise MoonshotError(message, field="num_samples", value=samples, hint=hint)
 
 
 def _solve(prepared: Prepared, variants: Sequence[Variant]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..errors import Option, Text, require
+from ..errors import MoonshotError, Option, Text, require
 from ..model.calls import Forward
 from ..model.layers import visited
+from ..model.losses import token_mask
+from ..model.model_info import text_setting
 from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
+from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder
 from ..pipeline.selection import DenseTeacher, Subject, check_dense
 from .costs import dense_cost
@@ -132,3 +136,24 @@ def check_request(
         check_timed(model, batch_shape)
     else:
         target.budget(dense_cost(model, target.unit))
+
+
+def check_tokens(prepared: Prepared) -> None:
+    """Check that the calibration data determine a loss.
+
+    Weights are fitted to the data on which the losses are measured: with fewer tokens than directions of the residual
+    stream, the model without most of its parts reproduces its hidden states on them.
+
+    Raises:
+        MoonshotError: there are fewer tokens than the hidden size.
+    """
+    masks = [token_mask(batch) for batch in prepared.calibration.batches]
+    width = text_setting(prepared.model, "hidden_size")
+    tokens = sum(int(mask.sum()) for mask in masks if mask is not None)
+    if None in masks or tokens >= width:
+        return
+    samples = prepared.calibration.num_samples
+    least = math.ceil(width * samples / tokens)
+    message = f"{tokens} calibration tokens are fewer than the hidden size, {width}: no part would have a loss on them"
+    hint = f"give longer samples, or at least {least} of them, better {10 * least}"
+    raise MoonshotError(message, field="num_samples", value=samples, hint=hint)
