@@ -333,12 +333,12 @@ def measure_runs(possible: Collection[Run], most: int, measure: Callable[[Run], 
         measure: returns the increase of the model's loss without a run.
 
     Returns:
-        The losses of those that were measured, at least 0.
+        The losses of those that were measured.
     """
     losses = dict[Run, float]()
     runs = sorted(run for run in possible if run[1] - run[0] == 1)
     for _ in range(min(LONGEST, most)):
-        measured = {run: max(0.0, measure(run)) for run in runs}
+        measured = {run: measure(run) for run in runs}
         losses |= measured
         better = sorted(measured, key=lambda run: measured[run])[: (len(measured) + 1) // 2]
         runs = sorted((before, last + 1) for before, last in better if (before, last + 1) in possible)

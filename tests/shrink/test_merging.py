@@ -11,6 +11,7 @@ from models import GROUPED, image_batches, make, spread, token_batches
 from test_shrink import BATCHES, CONFIG, logits, shrunk
 
 from optimum_moonshot import MoonshotConfig, PruneReport
+from optimum_moonshot.data.batches import spread_samples
 from optimum_moonshot.model.calls import first_tensor
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.model.layers import find_blocks, find_structure
@@ -282,3 +283,13 @@ def test_a_repeated_run_measures_no_run_again(monkeypatch, tmp_path):
     monkeypatch.setattr(trials, "mean_loss", fail)
     pruner, report = shrunk(config=alone("llama"), parameters=0.85, resume_dir=tmp_path)
     assert report.merged and pruner.model.num_parameters() == report.parameters[1]
+
+
+def test_runs_are_compared_on_other_samples_than_those_of_their_fit():
+    batches = [{"x": torch.arange(5 * start, 5 * start + 5)} for start in range(8)]
+    compared, fitted = (
+        torch.cat([batch["x"] for batch in spread_samples(batches, *sizes)]).tolist() for sizes in ((4,), (16, 4))
+    )
+    assert compared == [0, 10, 20, 30] and len(fitted) == 16 and not {*compared} & {*fitted}
+    assert sum(len(batch["x"]) for batch in spread_samples(batches[:1], 16, 4)) == 1
+    assert sum(len(batch["x"]) for batch in spread_samples(batches[:1], 16, 5)) == 5  # there are no others
