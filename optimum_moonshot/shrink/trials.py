@@ -137,7 +137,7 @@ class Trials:
 
     def _best_sets(self, most: int) -> dict[int, tuple[int, ...]]:
         """The sets of runs to merge with the least loss on few samples, by their number of blocks."""
-        # On other samples than those that compare the runs: each fit lowers the loss of its samples, by 0.02 nats of 16.
+        # On other samples than those that compare the runs: a fit to 16 samples lowers their loss by 0.02 nats.
         samples = self.prepared.calibration.spread(SAMPLES, without=FEW)
         merging = Merging(dataclasses.replace(self.prepared, data=samples), self.merging.outputs)
         pairs = [(before, before + length) for before in merging.outputs for length in range(1, min(LONGEST, most) + 1)]
