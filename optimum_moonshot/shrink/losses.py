@@ -33,6 +33,8 @@ MOST_BLOCKS = 0.5
 # The most groups of consecutive blocks whose shares in the loss of a width are measured; a group has equal shares. One
 # for each of 30 blocks would take a quarter of the time of all measurements.
 MOST_SHARES = 8
+# The most numbers of removed blocks whose loss is measured.
+MOST_SIZES = 6
 BLOCKS = "blocks"  # the name of their dimension
 HIDDEN = "hidden size"
 
@@ -145,8 +147,11 @@ def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float
 
 
 def block_sets(model: MeasurableModel, most: int) -> BlockSets:
-    """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples."""
-    dense, sets, losses = model.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
+    """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples.
+
+    The losses of `MOST_SIZES` sizes are measured, and those between are interpolated.
+    """
+    dense, sets = model.loss("dense"), list[tuple[int, ...]]([()])
 
     def without(blocks: tuple[int, ...], few: bool = False) -> float:
         return model.loss(f"without blocks {', '.join(map(str, blocks))}", partial(model.without, blocks), few)
@@ -156,8 +161,11 @@ def block_sets(model: MeasurableModel, most: int) -> BlockSets:
         if candidates:
             best = candidates[0] if len(candidates) == 1 else min(candidates, key=lambda blocks: without(blocks, True))
             sets.append(best)
-            losses.append(max(without(best) - dense, losses[-1]))
-    return BlockSets(tuple(sets), tuple(losses))
+    points, last = {0: 0.0}, len(sets) - 1
+    for index in sorted({round(step * last / MOST_SIZES) for step in range(1, MOST_SIZES + 1)} - {0}):
+        points[index] = max(without(sets[index]) - dense, *points.values())
+    losses = interpolated(points, range(len(sets))) if last else (0.0,)
+    return BlockSets(tuple(sets), losses)
 
 
 def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthLosses], sets: BlockSets) -> Program:

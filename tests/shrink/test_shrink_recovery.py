@@ -76,7 +76,7 @@ def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "share", "removed"), [(make("llama"), 0.4, (2,)), slow(low_rank(), 0.3, (0,))])
-def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed):
+def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed, deleted):
     plain, decision = shrunk(model=model, parameters=share)
     pruner, report = shrunk(model=model, config=BLOCKWISE, parameters=share)
     assert report.hidden_size == (16, 8) and report.blocks == decision.blocks == removed
@@ -85,7 +85,7 @@ def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without
 
 
 @pytest.mark.slow
-def test_a_recovery_of_narrowed_blocks_resumes_bit_for_bit(tmp_path, monkeypatch):
+def test_a_recovery_of_narrowed_blocks_resumes_bit_for_bit(tmp_path, monkeypatch, deleted):
     whole, _ = shrunk(config=BLOCKWISE, parameters=0.8)
     interrupt(monkeypatch, Tuner, "finish", 2)
     with pytest.raises(KeyboardInterrupt):
