@@ -187,10 +187,16 @@ def without_padding(batch: Batch) -> Batch:
     return {name: tensor[:, inside] if name in aligned else tensor for name, tensor in batch.items()}
 
 
-def spread_samples(batches: list[Batch], count: int) -> list[Batch]:
-    """At most `count` evenly spaced samples, in order, in batches that are not larger than the original ones."""
+def spread_samples(batches: list[Batch], count: int, without: int = 0) -> list[Batch]:
+    """At most `count` evenly spaced samples, in order, in batches that are not larger than the original ones.
+
+    They are others than `without` evenly spaced ones, if these are not all.
+    """
     size = max(map(batch_size, batches))
     samples = split_batches(batches, 1)
+    if without < len(samples):
+        excluded = {index * len(samples) // without for index in range(without)}
+        samples = [sample for index, sample in enumerate(samples) if index not in excluded]
     count = min(count, len(samples))
     merged: list[list[Batch]] = []
     shapes: dict[str, torch.Size] | None = None

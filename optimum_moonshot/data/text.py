@@ -46,9 +46,12 @@ class CalibrationData:
     notes: tuple[str, ...]
     model_inputs: bool = False  # the source contained model inputs, not text
 
-    def spread(self, count: int) -> "CalibrationData":
-        """At most `count` evenly spaced samples, with the same description."""
-        batches = spread_samples(self.batches, count)
+    def spread(self, count: int, without: int = 0) -> "CalibrationData":
+        """At most `count` evenly spaced samples, with the same description.
+
+        They are others than those of ``spread(without)``, if these are not all.
+        """
+        batches = spread_samples(self.batches, count, without)
         return replace(self, batches=batches, num_samples=sample_count(batches))
 
     def describe(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class DenseTeacher:
 
     model: nn.Module
     removed: tuple[int, ...] = ()  # the blocks that were removed, by their indices in it
+    merged: tuple[int, ...] = ()  # those of them that the blocks before them replace, by a linear map
     basis: Tensor | None = None  # [d, d']: a hidden state h of it is h @ basis in the run's model; None: h itself
 
 

@@ -36,7 +36,8 @@ class DenseBlocks:
     """The blocks of a dense model, and a hidden state on every batch that passes through one after another."""
 
     blocks: Sequence[Block]
-    calls: Sequence[list[BlockCall]]  # by block and batch
+    groups: Sequence[range]  # by recovered block: the dense blocks, of which it replaces the last ones by a linear map
+    calls: Sequence[list[BlockCall]]  # by dense block and batch
     states: list[Tensor]
     targets: list[Tensor]  # the states in the coordinates of the recovered model
     basis: Tensor | None = None  # of these coordinates; see `DenseTeacher`
@@ -51,26 +52,32 @@ class DenseBlocks:
             walk: over the recovered blocks, after a pass of the data that cached the inputs of the first.
         """
         teacher, dense, basis = prepared.subject.teacher, walk, None
+        groups = [range(index, index + 1) for index in range(len(walk.blocks))]
         if teacher is not None:
             basis, whole = teacher.basis, find_structure(teacher.model).blocks
-            remaining = [block for index, block in enumerate(whole) if index not in teacher.removed]
+            remaining = [index for index in range(len(whole)) if index not in teacher.removed]
             names = [block.name for block in prepared.selection.structure.blocks]
             by_name = dict(zip(names, remaining, strict=True))
-            blocks = tuple(by_name[block.name] for block in walk.blocks)
-            dense = Walk(teacher.model, blocks, batches, False, None, prepared.storage)
-            dense.lowest, dense.highest = walk.lowest, walk.highest
-            with skipping(whole[index].module for index in teacher.removed):
+            blocks, groups = list[Block](), []
+            for index in (by_name[block.name] for block in walk.blocks):
+                stop = next(end for end in range(index + 1, len(whole) + 1) if end not in teacher.merged)
+                groups.append(range(len(blocks), len(blocks) + stop - index))
+                blocks += whole[index:stop]
+            dense = Walk(teacher.model, tuple(blocks), batches, False, None, prepared.storage)
+            dense.lowest, dense.highest = groups[walk.lowest][0], groups[walk.highest][-1]
+            with skipping(whole[index].module for index in teacher.removed if index not in teacher.merged):
                 dense.capture()
         states = targets = [call.hidden for call in dense.calls[dense.lowest]]
         if basis is not None:
             targets = [prepared.storage.put(_mapped(state, basis), "targets of blocks") for state in states]
-        return cls(dense.blocks, dense.calls, states, targets, basis)
+        return cls(dense.blocks, groups, dense.calls, states, targets, basis)
 
     def advance(self, number: int) -> None:
-        """Replace the states, and so the targets, by the outputs of a block."""
-        block = self.blocks[number]
-        task = BlockTask(block.module, self.calls[number], self.states, self.states, [])
-        task.advance(self.states, StudentBlock(block, [], set()).rounded())
+        """Replace the states, and so the targets, by the outputs of a block, and of those that it replaces."""
+        for index in self.groups[number]:
+            block = self.blocks[index]
+            task = BlockTask(block.module, self.calls[index], self.states, self.states, [])
+            task.advance(self.states, StudentBlock(block, [], set()).rounded())
         if self.basis is not None:
             for target, state in zip(self.targets, self.states, strict=True):
                 target.copy_(_mapped(state, self.basis))

@@ -22,6 +22,7 @@ from .losses import (
     expert_losses,
     width_losses,
 )
+from .merging import Merging
 from .program import Choice, Program
 from .report import Candidate, ShrinkReport
 from .target import Target
@@ -40,6 +41,7 @@ class Tables:
     parameters: Costs
     bytes: Costs
     seconds: Costs | None = None  # for a target in seconds
+    merging: Merging | None = None  # of the removed blocks; None where the model that lacks them is another one
 
     def program(self, costs: Costs) -> Program:
         return build_program(costs, self.widths, self.losses, self.sets)
@@ -101,7 +103,7 @@ def measure_tables(
     except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
         sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
     refused |= trials.refused
-    return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds)
+    return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds, trials.merging)
 
 
 def _most_blocks(costs: Costs, target: Target) -> int:

@@ -2,13 +2,16 @@
 
 The loss of a width is measured at a few levels with the weights that OSSCAR finds for them in all blocks, and
 interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That of a set of blocks is measured without
-them. All are in one unit, nats for a language model, so that their sum predicts the loss of a combination; the share
-of a removed block in the loss of a width, which is measured at one level, is subtracted.
+them, merged into the blocks before them where possible. All are in one unit, nats for a language model, so
+that their sum predicts the loss of a combination; the share of a removed block in the loss of a width, which is
+measured at one level, is subtracted.
 
-The measured sets of blocks are those with the least loss by either of the two objectives (blocks.py), up to the number
-of blocks that reaches the target alone.
+The measured sets of blocks are the runs to merge with the least loss (merging.py). Where none can be merged, they
+are those with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the
+target alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +30,11 @@ from .widths import TRIALS, Width, trial_levels
 
 # The largest fraction of the blocks that is removed.
 MOST_BLOCKS = 0.5
+# The most groups of consecutive blocks whose shares in the loss of a width are measured; a group has equal shares. One
+# for each of 30 blocks would take a quarter of the time of all measurements.
+MOST_SHARES = 8
+# The most numbers of removed blocks whose loss is measured.
+MOST_SIZES = 6
 BLOCKS = "blocks"  # the name of their dimension
 HIDDEN = "hidden size"
 
@@ -43,10 +51,10 @@ class MeasurableModel(Protocol):
         """A context in which some layers have the weights of a trial."""
 
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
-        """A context in which some blocks return their input."""
+        """A context in which some blocks are merged into the blocks before them, or return their input."""
 
-    def candidates(self, count: int) -> Sequence[tuple[int, ...]]:
-        """Sets of this many blocks whose loss is to be measured; none if as many cannot be removed."""
+    def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:
+        """Sets of this many blocks, of at most `most`, whose loss is to be measured; none if so many cannot leave."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,16 @@ def width_losses(model: MeasurableModel, width: Width, blocks: Sequence[Sequence
     dense, members = model.loss("dense", few=True), [layer for layer, _ in width.members]
     levels = trial_levels(width)
     losses = level_losses(model, width, lambda trial: model.pruned(trial, members))
-    middle = len(TRIALS) // 2
-    shares = []
-    for index, layers in enumerate(blocks):
-        inside = [layer for layer in layers if layer in members]
-        key = f"{width.name} without {levels[middle]} in block {index}"
-        change = partial(model.pruned, middle, inside)
-        shares.append(max(0.0, model.loss(key, change, few=True) - dense) if inside else 0.0)
+    middle, size = len(TRIALS) // 2, math.ceil(len(blocks) / MOST_SHARES)
+    shares = list[float]()
+    for start in range(0, len(blocks), size):
+        inside = [[layer for layer in layers if layer in members] for layers in blocks[start : start + size]]
+        stop, having = start + len(inside) - 1, sum(map(bool, inside))
+        place = f"block {start}" if stop == start else f"blocks {start} to {stop}"
+        change = partial(model.pruned, middle, [layer for layers in inside for layer in layers])
+        key = f"{width.name} without {levels[middle]} in {place}"
+        share = max(0.0, model.loss(key, change, few=True) - dense) / having if having else 0.0
+        shares += [share if layers else 0.0 for layers in inside]
     total = sum(shares)
     shares = [share / total for share in shares] if total else [1 / len(blocks)] * len(blocks)
     return WidthLosses(losses, tuple(shares))
@@ -136,19 +147,25 @@ def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float
 
 
 def block_sets(model: MeasurableModel, most: int) -> BlockSets:
-    """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples."""
-    dense, sets, losses = model.loss("dense"), list[tuple[int, ...]]([()]), [0.0]
+    """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples.
+
+    The losses of `MOST_SIZES` sizes are measured, and those between are interpolated.
+    """
+    dense, sets = model.loss("dense"), list[tuple[int, ...]]([()])
 
     def without(blocks: tuple[int, ...], few: bool = False) -> float:
         return model.loss(f"without blocks {', '.join(map(str, blocks))}", partial(model.without, blocks), few)
 
     for size in range(1, most + 1):
-        candidates = model.candidates(size)
+        candidates = model.candidates(size, most)
         if candidates:
             best = candidates[0] if len(candidates) == 1 else min(candidates, key=lambda blocks: without(blocks, True))
             sets.append(best)
-            losses.append(max(without(best) - dense, losses[-1]))
-    return BlockSets(tuple(sets), tuple(losses))
+    points, last = {0: 0.0}, len(sets) - 1
+    for index in sorted({round(step * last / MOST_SIZES) for step in range(1, MOST_SIZES + 1)} - {0}):
+        points[index] = max(without(sets[index]) - dense, *points.values())
+    losses = interpolated(points, range(len(sets))) if last else (0.0,)
+    return BlockSets(tuple(sets), losses)
 
 
 def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthLosses], sets: BlockSets) -> Program:

@@ -13,7 +13,7 @@ from ..prune.layers import prune_layers
 from .decision import Tables, measure_tables
 from .experts import expert_trials
 from .hidden import HiddenSizes, check_reachable, find_hidden, hidden_sizes
-from .request import LAM_HEADS, Shrinking
+from .request import LAM_HEADS, Shrinking, check_tokens
 from .trials import Trials
 from .widths import find_widths
 
@@ -25,6 +25,7 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
     samples = sample_folder(subject, run.folder("measured"))
     prepared = prepare(subject, selection, run.calibration, samples)
+    check_tokens(prepared)
     names = {layer.name for layer in selection.layers}
     pattern = config.parsed_pattern
     assert isinstance(pattern, Structured)

@@ -19,6 +19,7 @@ from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .decision import Decision
 from .experts import ExpertCount, expert_config
+from .merging import Merging
 from .request import LAM_HEADS, LAM_NEURONS, Shrinking
 from .widths import Width
 
@@ -43,11 +44,22 @@ def apply_decision(
     return model, report
 
 
-def without_blocks(run: Shrinking, blocks: tuple[int, ...]) -> tuple[Any, BlockRemoval | None]:
-    """A copy of the model without some blocks; a narrowed model belongs to the run, and is not copied."""
-    if blocks:
-        return remove_blocks(run.model, blocks, copies=not run.subject.narrowed)
-    return run.model if run.subject.narrowed else copy.deepcopy(run.model), None
+def without_blocks(
+    run: Shrinking, merging: Merging | None, decision: Decision
+) -> tuple[Any, BlockRemoval | None, Decision]:
+    """A copy of the model in which the blocks of the decision are merged into those before them, or deleted.
+
+    A narrowed model belongs to the run, and is not copied. The report of the returned decision has the merged blocks.
+    """
+    blocks = decision.blocks
+    if not blocks:
+        return run.model if run.subject.narrowed else copy.deepcopy(run.model), None, decision
+    if merging is not None:  # on the model with these blocks, so before their removal, which may use its tensors
+        merging.fit(merging.runs(blocks))
+    model, removal = remove_blocks(run.model, blocks, copies=not run.subject.narrowed)
+    runs = [] if merging is None else merging.write(model, blocks)
+    merged = tuple(block for before, last in runs for block in range(before + 1, last + 1))
+    return model, removal, dataclasses.replace(decision, report=dataclasses.replace(decision.report, merged=merged))
 
 
 def _pruned(
@@ -59,11 +71,14 @@ def _pruned(
     narrower, recover, reports = any(levels.values()), run.config.recover, list[PruneReport]()
     if experts:
         recovering = None if narrower or recover == "distill" else recover
-        subject, config = run.smaller(model, decision.blocks), expert_config(run.config, experts, recovering)
+        subject, config = (
+            run.smaller(model, decision.blocks, decision.report.merged),
+            expert_config(run.config, experts, recovering),
+        )
         report, _ = prune_experts(subject, config, run.calibration, run.folder("experts"))
         reports.append(report)
     if not experts or narrower or recover == "distill":
-        model, report = _structured(run, levels, decision.blocks, model)
+        model, report = _structured(run, levels, decision, model)
         report.layers = [*(layer for earlier in reports for layer in earlier.layers), *report.layers]
         reports.append(report)
     changes = {} if removal is None else {name: list(change) for name, change in removal.config.items()}
@@ -92,10 +107,11 @@ def _allocation(
 
 
 def _structured(
-    run: Shrinking, levels: Mapping[Width, int], blocks: tuple[int, ...], model: Any
+    run: Shrinking, levels: Mapping[Width, int], decision: Decision, model: Any
 ) -> tuple[PreTrainedModel, PruneReport]:
     """Prune neurons and heads of the copy without some blocks, recover it, and compact it."""
-    subject, allocation = run.smaller(model, blocks), _allocation(run, levels, blocks, model)
+    subject = run.smaller(model, decision.blocks, decision.report.merged)
+    allocation = _allocation(run, levels, decision.blocks, model)
     config, narrower = run.config, any(levels.values())
     heads = any(level and width.members[0][1].size > 1 for width, level in levels.items())
     lam = config.lam if config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
@@ -124,6 +140,10 @@ def _complete(run: Shrinking, decision: Decision, model: PreTrainedModel, report
         if seconds[1] > shrunk.budget:
             latencies = f"{1e3 * seconds[1]:.4g} ms, the target {1e3 * shrunk.budget:.4g} ms"
             report.notes.append(f"the latency of the smaller model is {latencies}: its parts predicted less")
+    deleted = [block for block in shrunk.blocks if block not in shrunk.merged]
+    if deleted:
+        why = "no layer before them adds its output to the residual stream as it is"
+        report.notes.append(f"blocks {', '.join(map(str, deleted))} were deleted, not merged: {why}")
     report.shrink = shrunk
     attach_decision(model, report)
 

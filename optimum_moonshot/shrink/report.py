@@ -37,13 +37,16 @@ class ShrinkReport(JsonFields):
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # part that cannot be removed → reason
     hidden_size: tuple[int, int] | None = None  # before and after, if it changes
     batch_shape: tuple[int, int] | None = None  # samples and tokens, for a target in seconds
+    merged: tuple[int, ...] = ()  # removed blocks that the blocks before them replace by a linear map
     seconds: tuple[float, float] | None = None  # of a forward pass before and after, for a target in seconds
 
     def line(self) -> str:
         """One line of text."""
         changes = [f"{name} {before} → {after}" for name, (before, after) in self.widths.items() if before != after]
         changes += [] if self.hidden_size is None else ["hidden size {} → {}".format(*self.hidden_size)]
-        changes += [f"without blocks {', '.join(map(str, self.blocks))}"] if self.blocks else []
+        deleted = [block for block in self.blocks if block not in self.merged]
+        changes += [f"without blocks {', '.join(map(str, deleted))}"] if deleted else []
+        changes += [f"blocks {', '.join(map(str, self.merged))} merged into those before them"] if self.merged else []
         before, after = self.parameters
         latency = (
             "" if self.seconds is None else "; {:.3g} → {:.3g} ms".format(*(1e3 * seconds for seconds in self.seconds))
@@ -77,5 +80,5 @@ class ShrinkReport(JsonFields):
         widths = {name: list(change) for name, change in self.widths.items()}
         target = {"unit": self.unit, "budget": self.budget, "dense": self.dense}
         hidden = {} if self.hidden_size is None else {"hidden_size": list(self.hidden_size)}
-        parts = {"blocks": list(self.blocks), "widths": widths, **hidden}
+        parts = {"blocks": list(self.blocks), "merged": list(self.merged), "widths": widths, **hidden}
         return {**target, **parts, "predicted_loss": self.chosen.loss}

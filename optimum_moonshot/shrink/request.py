@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..errors import Option, Text, require
+from ..errors import MoonshotError, Option, Text, require
 from ..model.calls import Forward
 from ..model.layers import visited
+from ..model.losses import token_mask
+from ..model.model_info import text_setting
 from ..model.offload import RESIDENT
 from ..objective.patterns import Structured
+from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder
 from ..pipeline.selection import DenseTeacher, Subject, check_dense
 from .costs import dense_cost
@@ -51,10 +55,11 @@ class Shrinking:
         assert isinstance(model, PreTrainedModel)
         return model
 
-    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...]) -> Subject:
+    def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...], merged: tuple[int, ...]) -> Subject:
         """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
         teacher = self.subject.teacher or DenseTeacher(self.model)
-        return dataclasses.replace(self.subject, model=model, teacher=dataclasses.replace(teacher, removed=blocks))
+        teacher = dataclasses.replace(teacher, removed=blocks, merged=merged)
+        return dataclasses.replace(self.subject, model=model, teacher=teacher)
 
     def cost_of(self, model: PreTrainedModel) -> float:
         """The cost of a smaller model, in the unit of the target."""
@@ -70,7 +75,7 @@ class Shrinking:
             basis: as in `DenseTeacher`.
             dense: the cost of the dense model.
         """
-        subject = dataclasses.replace(self.subject, model=model, teacher=DenseTeacher(self.teacher, (), basis))
+        subject = dataclasses.replace(self.subject, model=model, teacher=DenseTeacher(self.teacher, basis=basis))
         target = dataclasses.replace(self.target, dense=dense)
         return dataclasses.replace(self, subject=subject, target=target, resume_dir=self.folder("narrowed"))
 
@@ -131,3 +136,24 @@ def check_request(
         check_timed(model, batch_shape)
     else:
         target.budget(dense_cost(model, target.unit))
+
+
+def check_tokens(prepared: Prepared) -> None:
+    """Check that the calibration data determine a loss.
+
+    Weights are fitted to the data on which the losses are measured: with fewer tokens than directions of the residual
+    stream, the model without most of its parts reproduces its hidden states on them.
+
+    Raises:
+        MoonshotError: there are fewer tokens than the hidden size.
+    """
+    masks = [token_mask(batch) for batch in prepared.calibration.batches]
+    width = text_setting(prepared.model, "hidden_size")
+    tokens = sum(int(mask.sum()) for mask in masks if mask is not None)
+    if None in masks or tokens >= width:
+        return
+    samples = prepared.calibration.num_samples
+    least = math.ceil(width * samples / tokens)
+    message = f"{tokens} calibration tokens are fewer than the hidden size, {width}: no part would have a loss on them"
+    hint = f"give longer samples, or at least {least} of them, better {10 * least}"
+    raise MoonshotError(message, field="num_samples", value=samples, hint=hint)

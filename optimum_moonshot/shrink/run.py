@@ -53,6 +53,7 @@ def shrink_model(
     if narrowed is None:
         model, report = remove_parts(run, tables, measured)
     else:
+        tables = dataclasses.replace(tables, merging=None)
         model, report = shrink_narrowed(run, tables, narrowed, measured)
     deciding = time.perf_counter() - started - report.seconds["total"]
     report.seconds = {"decision": deciding, **report.seconds, "total": time.perf_counter() - started}
@@ -68,7 +69,7 @@ def remove_parts(run: Shrinking, tables: Tables, measured: Mapping[str, float]) 
     while True:
         decision = decide(tables, run.target, measured)
         try:
-            model, removal = without_blocks(run, decision.blocks)
+            model, removal, decision = without_blocks(run, tables.merging, decision)
             break
         except MoonshotError as error:
             if not decision.blocks:

@@ -14,6 +14,7 @@ from optimum_moonshot.model.depth import skipping
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.recover.run import TrainingBytes
 from optimum_moonshot.recover.tuning import Tuner
+from optimum_moonshot.shrink import trials
 
 BLOCKWISE = dataclasses.replace(CONFIG, recover="blockwise", recover_steps=8, recover_lr=0.01)
 NARROWED = "recovery trained all parameters of the blocks that lost directions of the residual stream"
@@ -37,7 +38,13 @@ def held_out(batches, count):
     return {key: torch.cat([batch[key] for batch in batches])[-count:] for key in keys}
 
 
-def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one():
+@pytest.fixture
+def deleted(monkeypatch):
+    """Blocks are deleted, not merged into those before them."""
+    monkeypatch.setattr(trials, "find_output_layers", lambda *_: {})
+
+
+def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one(deleted):
     """Where the hidden size alone leaves, the model without it would be its own teacher, at a divergence of 0."""
     config = dataclasses.replace(CONFIG, recover="distill", recover_steps=4)
     model = make("llama")
@@ -69,7 +76,7 @@ def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "share", "removed"), [(make("llama"), 0.4, (2,)), slow(low_rank(), 0.3, (0,))])
-def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed):
+def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed, deleted):
     plain, decision = shrunk(model=model, parameters=share)
     pruner, report = shrunk(model=model, config=BLOCKWISE, parameters=share)
     assert report.hidden_size == (16, 8) and report.blocks == decision.blocks == removed
@@ -78,7 +85,7 @@ def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without
 
 
 @pytest.mark.slow
-def test_a_recovery_of_narrowed_blocks_resumes_bit_for_bit(tmp_path, monkeypatch):
+def test_a_recovery_of_narrowed_blocks_resumes_bit_for_bit(tmp_path, monkeypatch, deleted):
     whole, _ = shrunk(config=BLOCKWISE, parameters=0.8)
     interrupt(monkeypatch, Tuner, "finish", 2)
     with pytest.raises(KeyboardInterrupt):
@@ -107,7 +114,7 @@ def test_a_distillation_without_memory_recovers_narrowed_blocks(monkeypatch):
     assert same(pruner.model, state(plain.model))
 
 
-def test_a_distillation_without_memory_has_nothing_to_tune_where_blocks_alone_leave(monkeypatch):
+def test_a_distillation_without_memory_has_nothing_to_tune_where_blocks_alone_leave(monkeypatch, deleted):
     config = dataclasses.replace(BLOCKWISE, targets=NEURONS, ignore=["layers.1"], recover="distill")
     plain, report = shrunk(config=dataclasses.replace(config, recover=None), parameters=0.8)
     monkeypatch.setattr(TrainingBytes, "of", lambda *_: TrainingBytes(*[2**50] * 4))

@@ -130,3 +130,11 @@ def test_a_target_is_all_that_a_pruner_needs():
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
     with pytest.raises(MoonshotError, match="config: no configuration says what to remove"):
         pruner.prune(BATCHES)
+
+
+def test_fewer_tokens_than_the_hidden_size_are_refused():
+    """On 12 tokens, 12 of the 16 directions of the residual stream reproduce all hidden states."""
+    pruner = MoonshotPruner(make("llama"), dataclasses.replace(CONFIG, num_samples=1))
+    message = "12 calibration tokens are fewer than the hidden size, 16: .* give longer samples, or at least 2 of them"
+    with pytest.raises(MoonshotError, match=message):
+        pruner.shrink(token_batches(1, 12), parameters=0.8, progress=False)

@@ -88,7 +88,7 @@ class Additive:
         yield
         self.now = 0.0
 
-    def candidates(self, count):
+    def candidates(self, count, most):
         return [(0,), (1,)]
 
 
@@ -103,6 +103,19 @@ def test_the_predicted_loss_of_an_additive_model_is_exact():
     for option, level in enumerate(width.levels):
         assert program.choice((0, option)).loss == pytest.approx(0.6 * level / 16)
         assert program.choice((1, option)).loss == pytest.approx(0.1 + 0.4 * level / 16)  # its neurons are gone
+
+
+def test_the_shares_of_many_blocks_are_measured_in_groups():
+    model, widths, _ = parts("llama")
+    (width,) = (each for each in widths if each.name == "neurons")
+    blocks = [block.layers for block in find_structure(model).blocks]
+    measured, calls = Additive(trial_levels(width)), []
+    loss = measured.loss
+    measured.loss = lambda key, *arguments, **options: calls.append(key) or loss(key, *arguments, **options)
+    shares = width_losses(measured, width, [*blocks, *[()] * 13]).shares  # 8 pairs of blocks
+    assert shares == pytest.approx((5 / 12, 5 / 12, 1 / 6, *[0] * 13))
+    places = [key.partition(" in ")[2] for key in calls if " in " in key]
+    assert places == ["blocks 0 to 1", "blocks 2 to 3"]
 
 
 def test_the_cost_of_a_removed_block_does_not_count_its_neurons_twice():

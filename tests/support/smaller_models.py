@@ -112,9 +112,9 @@ def make_smaller(name, folder):
 
 def _pruned(model, settings):
     if settings is SHRINK:
-        config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=4)
+        config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8)
         pruner = MoonshotPruner(model, config)
-        pruner.shrink(batches(), **settings, progress=False)
+        pruner.shrink(batches(8), **settings, progress=False)
         return pruner
     pruner = MoonshotPruner(model, MoonshotConfig(**settings))
     if settings is EXPERTS:
@@ -125,8 +125,8 @@ def _pruned(model, settings):
     return pruner
 
 
-def batches():
-    return [{"input_ids": prompts(4, 32)}]
+def batches(samples=4):
+    return [{"input_ids": prompts(samples, 32)}]
 
 
 def prompts(samples=2, length=11):
