@@ -189,8 +189,10 @@ class ModelPipeline:
                     walk.capture()
                 self.losses = self.losses or walk.losses
                 for stage in walk.stages():
+                    lacking = any(map(self.results.lacks, stage.layers))
                     yield stage
-                    prepared.backoff.grow(stage.recut, lambda: prepared.batches)
+                    if lacking:  # else a restart has only passed through it
+                        prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
             if others or structure.outside:
                 layers, loss = others + structure.outside, prepared.subject.loss
