@@ -186,9 +186,9 @@ class ModelPipeline:
                 total, shown = len(walk.batches), prepared.subject.progress
                 with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
                     walk.progress = bar.update
-                    walk.capture()
+                    stages = walk.capture()
                 self.losses = self.losses or walk.losses
-                for stage in walk.stages():
+                for stage in stages:
                     lacking = any(map(self.results.lacks, stage.layers))
                     yield stage
                     if lacking:  # else a restart has only passed through it

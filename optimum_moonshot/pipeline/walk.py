@@ -221,13 +221,12 @@ class Walk:
         if self.gradients and self.extras is not None:
             self.highest = len(self.blocks) - 1  # the head's gradient is that of its output
 
-    def stages(self) -> list[BlockStage]:
-        """After `capture`, the blocks from the lowest to the highest with layers to observe, in the order of visits."""
-        order = range(self.lowest, self.highest + 1)
-        return [BlockStage(self, i) for i in (reversed(order) if self.gradients else order)]
+    def capture(self) -> list[BlockStage]:
+        """Cache arguments, inputs, and with gradients the last block's output gradient, for the first visit.
 
-    def capture(self) -> None:
-        """Cache what the first visit needs: arguments, inputs, and with gradients the last block's output gradient."""
+        Returns:
+            The blocks from the lowest to the highest with layers to observe, in the order of visits.
+        """
         if self.extras is not None:
             self.capture_arguments()
             self.capture_from(0)
@@ -236,6 +235,8 @@ class Walk:
                 self._capture(index, batch)
                 self.progress(1)
         trim_host_memory()
+        order = range(self.lowest, self.highest + 1)
+        return [BlockStage(self, i) for i in (reversed(order) if self.gradients else order)]
 
     def run_from(self, i: int, observer: PassObserver) -> None:
         """Observe an onloaded block, whose inputs are cached, with the gradients of the blocks behind it.

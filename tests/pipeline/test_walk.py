@@ -34,8 +34,7 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False, captures
             assert sequence.extras is not None
             extras = None if captures_all else sequence.extras
             walk = Walk(model, structure.blocks, batches, gradients, None, storage, extras)
-            walk.capture()
-            stages = walk.stages()
+            stages = walk.capture()
         for stage in stages:
             differentiated = {layer.name for layer in stage.layers} if gradients else set()
             with Observer(list(stage.layers), diagonal, differentiated, samples, storage) as observer:
