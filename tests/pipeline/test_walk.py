@@ -63,6 +63,8 @@ def test_sequential_blocks_have_the_statistics_of_the_whole_model(name, padded):
 def test_batches_of_another_size_give_the_same_statistics(name, gradients):
     """Cached inputs and output gradients are cut between the blocks, in padded batches too."""
     model, batches = make(name), batches_for(name, padded=True)
+    first, *rest = batches
+    batches = [shorten(first, samples=2, tokens=8), *rest] if set(first) <= {"input_ids", "attention_mask"} else batches
     _, expected = gather(model, batches, gradients)
     _, statistics = gather(model, batches, gradients, cut_to=(1, 2, 1))
     for name, of_layer in expected.items():
