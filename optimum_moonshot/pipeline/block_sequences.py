@@ -43,8 +43,6 @@ from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.weight_sums import function_values
 
 Extras = list[int | None]  # the number of values that each block returns behind its hidden state; None: a bare tensor
-
-
 _HINT = Text("load the model without {} to prune it", "offload")
 
 

@@ -35,11 +35,7 @@ from .inputs import Prepared
 from .walk import BlockStage, FullModelPipeline, OpenStage, PassObserver, Stage, Walk
 
 Layers = tuple[PrunableLayer, ...]
-
-
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
-
-
 READ = (
     "its weight is read where its forward is not called, so that no inputs are seen: prune it alone by "
     "solver='magnitude' without data and targets=, or name it in ignore="
