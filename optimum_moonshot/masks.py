@@ -21,7 +21,7 @@ from .errors import MoonshotError, Text, check_expressions, require
 from .model.layers import PrunableLayer, adapted_layers, named_layers
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
-from .runtime.packed_module import PackedModule
+from .runtime.packed_module import is_packed
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -93,8 +93,7 @@ def find_pruned(
     flattened = fsdp is not None and any(issubclass(kind, fsdp.FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens the weights", hint="use fully_shard")
     hint = 'load it with load_pruned(folder), or call pruner.to_runtime("dense")'
-    packed = any(issubclass(kind, PackedModule) for kind in kinds)
-    require(not packed, 'runtime="packed" cannot be trained', field="model", hint=hint)
+    require(not is_packed(model), 'runtime="packed" cannot be trained', field="model", hint=hint)
     pruned = dense_pruned(model, targets, ignore)
     if not pruned:
         usage = Text("prune it first, or select layers by {} (a compacted model needs no masks)", "targets")

@@ -16,8 +16,7 @@ from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern, Unstructured
 from ..objective.quadratic import of_rows
 from ..pipeline.partition import Slicing, StatisticsSpec
-from ..pipeline.slices import ShardedExperts
-from ..pipeline.solve import ExpertStatistics, Statistics
+from ..pipeline.solve import ExpertStatistics, RowStatistics, Statistics
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..solvers import Solver
 
@@ -61,7 +60,7 @@ def loss_curve(
     weight, mask = layer.matrix[rows].float(), None if alive is None else alive[rows]
     try:
         if layer.separate:
-            assert not hasattr(statistics, "solve")
+            assert not isinstance(statistics, RowStatistics)
             experts = layer.groups, -1
             masks = None if mask is None else mask.unflatten(0, experts)
             return _expert_curves(solver, weight.unflatten(0, experts), masks, statistics, patterns, grids)
@@ -99,8 +98,8 @@ def _expert_curves(
         )
         few = expert.tokens is not None and is_under_calibrated(int(expert.tokens), expert.inputs.shape[-1])
         measured.append((curve, curve is None or few))
-    if isinstance(statistics, ShardedExperts):
-        measured = statistics.all_gather(measured)
+    if isinstance(statistics, ExpertStatistics):
+        measured = statistics.gather(measured)
     reliable = [curve for curve, few in measured if curve is not None and not few]
     reliable = reliable or [curve for curve, _ in measured if curve is not None]
     nothing = LossCurve(size, points, (0.0,) * len(points), (), {g.bits: (0.0,) * (len(points) + 1) for g in grids})

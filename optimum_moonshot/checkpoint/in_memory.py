@@ -24,6 +24,7 @@ from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 from ..runtime.packed_module import PackedMatrix, PackedModule
+from ..runtime.packed_module import is_packed as is_packed  # of the state that this file changes
 from .packed_files import FORMATS, check_reloads, pruned_layers, save_streamed
 from .weight_files import RUNTIMES, MoonshotPrunedCheckpoint
 
@@ -107,11 +108,6 @@ def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings
     parameters: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
     packed = (matrix for module in _packed_layers(model).values() for matrix in module.packed.values())
     return parameters + (0 if only_trainable else sum(prod(matrix.shape) for matrix in packed))
-
-
-def is_packed(model: nn.Module) -> bool:
-    """Whether a layer of the model is packed in memory."""
-    return any(isinstance(module, PackedModule) for module in model.modules())
 
 
 def packing_obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:

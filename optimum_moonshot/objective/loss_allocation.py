@@ -113,9 +113,13 @@ def divide_bytes(choices: Mapping[str, Sequence[tuple[float, float]]], budget: f
     Raises:
         MoonshotError: the smallest choices exceed the budget.
     """
-    taken = {name: list(each).index(min(each)) for name, each in choices.items()}
-    left = budget - sum(choices[name][index][0] for name, index in taken.items())
-    require(left >= 0, f"the smallest choices take {budget - left:.0f} bytes of {budget:.0f}", hint="raise the budget")
+    chosen = {name: list(each).index(min(each)) for name, each in choices.items()}
+    remaining = budget - sum(choices[name][index][0] for name, index in chosen.items())
+    require(
+        remaining >= 0,
+        f"the smallest choices take {budget - remaining:.0f} bytes of {budget:.0f}",
+        hint="raise the budget",
+    )
     steps = []  # (slope, bytes of the hull's vertex, matrix, index)
     for name, points in choices.items():
         hull = _lower_hull(points)
@@ -123,15 +127,17 @@ def divide_bytes(choices: Mapping[str, Sequence[tuple[float, float]]], budget: f
             slope = (points[after][1] - points[before][1]) / (points[after][0] - points[before][0])
             steps.append((slope, points[after][0], name, after))
     for _, _, name, index in sorted(steps):
-        cost = choices[name][index][0] - choices[name][taken[name]][0]
-        if 0 < cost <= left:
-            taken[name], left = index, left - cost
+        cost = choices[name][index][0] - choices[name][chosen[name]][0]
+        if 0 < cost <= remaining:
+            chosen[name], remaining = index, remaining - cost
     for name, points in choices.items():
-        size, loss = points[taken[name]]
-        least, bytes_then, best = min((other, more, i) for i, (more, other) in enumerate(points) if more - size <= left)
+        size, loss = points[chosen[name]]
+        least, bytes_then, best = min(
+            (other, more, i) for i, (more, other) in enumerate(points) if more - size <= remaining
+        )
         if least < loss:
-            taken[name], left = best, left - (bytes_then - size)
-    return taken
+            chosen[name], remaining = best, remaining - (bytes_then - size)
+    return chosen
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -170,7 +176,7 @@ def divide_steps(losses: Mapping[str, Sequence[float]], sizes: Mapping[str, int]
     that would exceed the budget is skipped, with all later ones of its matrix; the remaining budget is spent on single
     steps, the cheapest first.
     """
-    taken, left = dict.fromkeys(losses, 0), budget
+    steps, remaining = dict.fromkeys(losses, 0), budget
     moves = []
     for index, (name, curve) in enumerate(losses.items()):
         start, slopes = 0, _ascending([(after - before) / sizes[name] for before, after in pairwise(curve)])
@@ -179,15 +185,15 @@ def divide_steps(losses: Mapping[str, Sequence[float]], sizes: Mapping[str, int]
             moves.append((slopes[start], start, index, name, stop))
             start = stop
     for _, start, _, name, stop in sorted(moves):
-        if taken[name] == start and (stop - start) * sizes[name] <= left:
-            taken[name], left = stop, left - (stop - start) * sizes[name]
+        if steps[name] == start and (stop - start) * sizes[name] <= remaining:
+            steps[name], remaining = stop, remaining - (stop - start) * sizes[name]
     while True:
         fitting = [
             ((losses[name][done + 1] - losses[name][done]) / sizes[name], index, name)
-            for index, (name, done) in enumerate(taken.items())
-            if done + 1 < len(losses[name]) and sizes[name] <= left
+            for index, (name, done) in enumerate(steps.items())
+            if done + 1 < len(losses[name]) and sizes[name] <= remaining
         ]
         if not fitting:
-            return taken
+            return steps
         name = min(fitting)[2]
-        taken[name], left = taken[name] + 1, left - sizes[name]
+        steps[name], remaining = steps[name] + 1, remaining - sizes[name]

@@ -312,13 +312,12 @@ class Backoff:
         """
         message, self.failure = self.failure, None
         samples = max(map(batch_size, batches), default=1)
-        here = samples, -self.small, self.cached, where in self.retried
+        here = samples, self.small, self.cached if self.storage.next_place else 0, where in self.retried
         gathered = (self.ranks if ranks is None else ranks).all_gather_object(here)
         samples, small, cached, retried = map(max, zip(*gathered, strict=True))
-        cached = cached if self.storage.next_place else 0
         order = [
-            ("rows", rows is not None and rows[0] > -small),
-            ("caches", cached > -small),
+            ("rows", rows is not None and rows[0] > small),
+            ("caches", cached > small),
             ("samples", samples > 1 and not self.in_solver),
             ("rows", rows is not None),
             ("caches", cached > 0),

@@ -11,6 +11,8 @@
 results after every part. A `Task` says which layers lack a result, and solves a layer by its statistics.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +34,78 @@ from .slices import CollectedExperts, CollectedRows, sharded
 from .solve import Statistics
 from .under_calibrated_experts import UnderCalibratedExperts
 from .walk import PipelineStage, Stage
+
+Visited = TypeVar("Visited", bound=PipelineStage)
+
+
+def run_pipeline(
+    pipeline: Iterable[Visited],
+    visit: Callable[[Visited], None],
+    backoff: Backoff,
+    batches: Callable[[], Sequence[Batch]],
+    where: Callable[[], str] = lambda: "the passes over the data",
+) -> None:
+    """Visit the stages of a pipeline, each with its weights onloaded; again from the first where memory runs out.
+
+    The pipeline passes the data anew whenever it is iterated; `visit`, such as `solve_parts`, skips work that has been
+    done. Backoff halves the batches, and `where` names the present pass in the report.
+
+    Raises:
+        MoonshotError: bad data or statistics.
+        torch.OutOfMemoryError: too little memory for the smallest piece.
+    """
+    while True:
+        try:
+            stages = iter(pipeline)
+            while True:
+                with backoff.together():  # the passes of all processes before the next stage
+                    stage = next(stages, None)
+                if stage is None:
+                    return
+                with stage.onloaded():
+                    visit(stage)
+                    with backoff.together():
+                        stage.advance()
+                trim_host_memory()  # so freed memory is not counted against the next stage
+        except PassTooLarge:
+            backoff.shrink(where(), batches())
+        except Restart:
+            pass
+        backoff.release()
+
+
+def solve_parts(task: Task, stage: Stage) -> None:
+    """Solve the layers of an onloaded stage, part by part.
+
+    Raises:
+        Restart: too little memory for a part, and the stage cannot repeat it.
+    """
+    parts, backoff = task.partition(stage), task.backoff
+    while parts:
+        part, noted = parts.pop(0), len(task.notes)
+        solved: list[PrunableLayer] = []
+        try:
+            for layer, statistics in task.collect(stage, part, not parts):
+                if statistics is None:
+                    task.skip(layer)
+                    continue
+                alone = isinstance(statistics, LayerStatistics)  # no other process and no pass take part
+                if backoff.solved(layer.name, partial(task.solve, layer, statistics), alone):
+                    solved.append(layer)
+                del statistics  # before the next one is taken
+        except Exception as error:
+            backoff.part_failed(error)
+        task.exchange(solved)
+        if backoff.must_repeat():
+            repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
+            task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
+            kind = backoff.shrink(part.name, task.batches(), halved(part, task.spec))
+            backoff.release()
+            with backoff.together():
+                repeatable = not stage.advanced and (kind != "samples" or stage.recut(task.batches()))
+            if not all(backoff.gather(repeatable and kind != "caches")):
+                raise Restart
+            parts = task.partition(stage)
 
 
 class Task(ABC):
@@ -146,76 +220,3 @@ class Task(ABC):
             return CollectedExperts(layer, part.slices, one, spec.samples, spec.diagonal)
         self.notes.append(f"{layer.name}: solved in {count} row chunks to save memory")
         return CollectedRows(layer, part.slices, some_rows)
-
-
-Visited = TypeVar("Visited", bound=PipelineStage)
-
-
-def run_pipeline(
-    pipeline: Iterable[Visited],
-    visit: Callable[[Visited], None],
-    backoff: Backoff,
-    batches: Callable[[], Sequence[Batch]],
-    where: Callable[[], str] = lambda: "the passes over the data",
-) -> None:
-    """Visit the stages of a pipeline, each with its weights onloaded; again from the first where memory runs out.
-
-    The pipeline passes the data anew whenever it is iterated; `visit`, such as `solve_parts`, skips work that has been
-    done. Backoff halves the batches, and `where` names the present pass in the report.
-
-    Raises:
-        MoonshotError: bad data or statistics.
-        torch.OutOfMemoryError: too little memory for the smallest piece.
-    """
-    while True:
-        try:
-            stages = iter(pipeline)
-            while True:
-                with backoff.together():  # the passes of all processes before the next stage
-                    stage = next(stages, None)
-                if stage is None:
-                    return
-                with stage.onloaded():
-                    visit(stage)
-                    with backoff.together():
-                        stage.advance()
-                trim_host_memory()  # so freed memory is not counted against the next stage
-        except PassTooLarge:
-            backoff.shrink(where(), batches())
-        except Restart:
-            pass
-        backoff.release()
-
-
-def solve_parts(task: Task, stage: Stage) -> None:
-    """Solve the layers of an onloaded stage, part by part.
-
-    Raises:
-        Restart: too little memory for a part, and the stage cannot repeat it.
-    """
-    parts, backoff = task.partition(stage), task.backoff
-    while parts:
-        part, noted = parts.pop(0), len(task.notes)
-        solved: list[PrunableLayer] = []
-        try:
-            for layer, statistics in task.collect(stage, part, not parts):
-                if statistics is None:
-                    task.skip(layer)
-                    continue
-                alone = isinstance(statistics, LayerStatistics)  # no other process and no pass take part
-                if backoff.solved(layer.name, partial(task.solve, layer, statistics), alone):
-                    solved.append(layer)
-                del statistics  # before the next one is taken
-        except Exception as error:
-            backoff.part_failed(error)
-        task.exchange(solved)
-        if backoff.must_repeat():
-            repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
-            task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
-            kind = backoff.shrink(part.name, task.batches(), halved(part, task.spec))
-            backoff.release()
-            with backoff.together():
-                repeatable = not stage.advanced and (kind != "samples" or stage.recut(task.batches()))
-            if not all(backoff.gather(repeatable and kind != "caches")):
-                raise Restart
-            parts = task.partition(stage)

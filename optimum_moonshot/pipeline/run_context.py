@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.in_memory import is_packed
 from ..distributed.ranks import SINGLE_PROCESS, processes
 from ..errors import require
 from ..model.calls import CALL, Forward, called_by, replace_call
 from ..model.isolation import isolate, use_differentiable_attention, wide_products
 from ..model.layers import find_blocks, rest_onloaded
 from ..model.weights import write_to
+from ..runtime.packed_module import is_packed
 from .backoff import enough_memory
 from .selection import Subject
 

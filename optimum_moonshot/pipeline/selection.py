@@ -140,7 +140,8 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     else:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
-    _check_grids(structure, config)
+    if config.bits is not None or config.has_budget:
+        _check_grids(structure, config)
     kind = "vision" if takes_images(model) else "language"
     lam, fisher = config.resolve_lam(kind), config.resolve_fisher(kind)
     return Selection(config, solver, structure, patterns, lam, fisher, kind, tuple(notes))
@@ -210,13 +211,11 @@ def _fitting(
 
 
 def _check_grids(structure: Structure, config: MoonshotConfig) -> None:
-    """Check that the layers can be quantized, if the configuration or an allocation may quantize them.
+    """Check that the layers can be quantized.
 
     Raises:
         MoonshotError: a layer's dtype has no grid.
     """
-    if config.bits is None and not config.has_budget:
-        return
     for layer in structure.layers():
         with error_context(layer.name):
             Grid(BITS[0], config.quant_group).with_dtype(layer.parameter.dtype)

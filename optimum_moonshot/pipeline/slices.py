@@ -6,7 +6,7 @@ each slice is solved as a single process with enough memory would solve it.
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,13 +28,13 @@ from ..solvers.base import RowSolver, Solver, notes_of
 from ..solvers.quantization import quantize
 from ..solvers.ranked import Ranking, RankingSolver
 from .backoff import Backoff
-from .solve import SolvedLayer, Statistics, solve_matrix, total_losses, weight_losses
+from .solve import ExpertStatistics, RowStatistics, SolvedLayer, Statistics, solve_matrix, total_losses, weight_losses
 
 Value = TypeVar("Value")
 
 
 @dataclass(eq=False)
-class SlicedRows(ABC):
+class SlicedRows(RowStatistics):
     """The slices of the rows of a layer, a matrix or groups with their own inputs, that this process solves."""
 
     layer: PrunableLayer
@@ -272,7 +272,7 @@ class ShardedRows(SlicedRows):
 
 
 @dataclass(eq=False)
-class CollectedExperts:
+class CollectedExperts(ExpertStatistics):
     """Experts whose statistics exceed the memory together: one pass over the data for each slice of them."""
 
     layer: PrunableLayer
@@ -297,7 +297,7 @@ class CollectedExperts:
         return LayerStatistics(inputs, None, self.samples, self.diagonal)
 
 
-class ShardedExperts:
+class ShardedExperts(ExpertStatistics):
     """The experts of a layer, `count` in all, that this process solves; `statistics` has its gradients alone."""
 
     def __init__(self, statistics: LayerStatistics, ranks: Ranks, count: int):
@@ -316,14 +316,11 @@ class ShardedExperts:
         yield from self.statistics.groups(len(self.shard)) if self.shard else ()
         yield from [None] * (count - self.shard.stop)
 
-    def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
-        """The small results of all experts, in their order; `weight` [E, …] gets the experts of other processes."""
-        self.ranks.gather_rows(weight[self.shard.start : self.shard.stop], weight, self.ranks.shard_sizes(self.count))
-        return self.all_gather(parts)
-
-    def all_gather(self, parts: Sequence[Value]) -> list[Value]:
-        """The values of all experts; `parts` are the values of this process's experts."""
-        return [part for shard in self.ranks.all_gather_object(list(parts)) for part in shard]
+    def gather(self, values: Sequence[Value], weight: Tensor | None = None) -> list[Value]:
+        if weight is not None:
+            solved = weight[self.shard.start : self.shard.stop]
+            self.ranks.gather_rows(solved, weight, self.ranks.shard_sizes(self.count))
+        return [value for shard in self.ranks.all_gather_object(list(values)) for value in shard]
 
 
 def sharded(layer: PrunableLayer, statistics: LayerStatistics, rows: tuple[slice, ...], backoff: Backoff) -> Statistics:

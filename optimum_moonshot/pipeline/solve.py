@@ -1,8 +1,9 @@
 """Seam 2: a layer, its statistics and its patterns in; pruned weights and their losses out."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,18 +32,24 @@ class SolvedLayer(NamedTuple):
     at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
 
 
-class RowStatistics(Protocol):
+class RowStatistics(ABC):
     """Statistics of a matrix by slices of its rows; see slices.py."""
 
+    @abstractmethod
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
         """Like `solve_matrix`; `column_block` is the number of inputs of a block of the quadratic, None for all."""
 
 
-class ExpertStatistics(Protocol):
+class ExpertStatistics(ABC):
     """Statistics of experts, by slices; see slices.py."""
 
+    @abstractmethod
     def groups(self, count: int) -> Iterator[LayerStatistics | None]:
         """The statistics of each of the E experts; None for an expert of another process."""
+
+    def gather(self, values: Sequence[Value], weight: Tensor | None = None) -> list[Value]:
+        """The values of all experts from those of this process; `weight` [E, …] gets the experts of other processes."""
+        return list(values)
 
 
 Statistics = LayerStatistics | RowStatistics | ExpertStatistics
@@ -68,7 +75,7 @@ def _solve_experts(
 
     The weights of all experts are in the layer's dtype; the solver works on one expert at a time.
     """
-    assert hasattr(statistics, "groups")
+    assert not isinstance(statistics, RowStatistics)
     (d_out, d_in), like = layer.shape, layer.parameter
     shape = layer.groups, d_out // layer.groups, d_in
     weights = [torch.empty(shape, dtype=like.dtype, device=like.device) for _ in patterns]
@@ -83,10 +90,10 @@ def _solve_experts(
         for weight, results, result in zip(weights, parts, solved, strict=True):
             weight[index] = result.weight
             results.append(result._replace(weight=weight[index]))
-    if hasattr(statistics, "gather"):
+    if isinstance(statistics, ExpertStatistics):
         nothing = like.detach().new_empty(0)
         small = [[result._replace(weight=nothing) for result in results] for results in parts]
-        parts = [statistics.gather(*each) for each in zip(weights, small, strict=True)]
+        parts = [statistics.gather(*each) for each in zip(small, weights, strict=True)]
     return [join_experts(weight.flatten(0, 1), each) for weight, each in zip(weights, parts, strict=True)]
 
 
@@ -159,7 +166,7 @@ def _solve_families(
         if isinstance(statistics, LayerStatistics):
             solved = solve_matrix(solver, layer, weight, served, statistics, lam)
         else:
-            assert hasattr(statistics, "solve")
+            assert isinstance(statistics, RowStatistics)
             solved = statistics.solve(solver, served, lam, solver.column_block(weight.shape[1], served[0]))
         results |= zip(family, solved, strict=True)
     return [results[index] for index in range(len(patterns))]

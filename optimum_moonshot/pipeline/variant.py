@@ -84,8 +84,8 @@ class Variant:
         folder = ranks.broadcast_object(folder)
         parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
         spilling = spilling or is_on_disk(selection.structure.blocks)
-        own_folder = folder if ranks.is_main else None
-        store = ResultStore(own_folder, parts, field, spilling, spill_to=selection.config.offload_dir)
+        written_to = folder if ranks.is_main else None
+        store = ResultStore(written_to, parts, field, spilling, spill_to=selection.config.offload_dir)
         if folder is not None and ranks.size > 1:
             store.share(ranks.broadcast_object)
         return cls(prepared.model, selection, store, prepared.notes)

@@ -221,13 +221,12 @@ class Walk:
         if self.gradients and self.extras is not None:
             self.highest = len(self.blocks) - 1  # the head's gradient is that of its output
 
-    def stages(self) -> list[BlockStage]:
-        """After `capture`, the blocks from the lowest to the highest with layers to observe, in the order of visits."""
-        order = range(self.lowest, self.highest + 1)
-        return [BlockStage(self, i) for i in (reversed(order) if self.gradients else order)]
+    def capture(self) -> list[BlockStage]:
+        """Cache arguments, inputs, and with gradients the last block's output gradient, for the first visit.
 
-    def capture(self) -> None:
-        """Cache what the first visit needs: arguments, inputs, and with gradients the last block's output gradient."""
+        Returns:
+            The blocks from the lowest to the highest with layers to observe, in the order of visits.
+        """
         if self.extras is not None:
             self.capture_arguments()
             self.capture_from(0)
@@ -236,6 +235,8 @@ class Walk:
                 self._capture(index, batch)
                 self.progress(1)
         trim_host_memory()
+        order = range(self.lowest, self.highest + 1)
+        return [BlockStage(self, i) for i in (reversed(order) if self.gradients else order)]
 
     def run_from(self, i: int, observer: PassObserver) -> None:
         """Observe an onloaded block, whose inputs are cached, with the gradients of the blocks behind it.
@@ -259,14 +260,13 @@ class Walk:
         """
         if self.extras is None:
             return False
-        earlier, before, sizes = self.calls, self.batches, [*map(batch_size, batches)]
+        earlier, before = self.calls, self.batches
         self.calls, self.batches = [[] for _ in self.blocks], batches
         self.capture_arguments(cached=())
-        cached = [i for i, calls in enumerate(earlier) if calls and not calls[0].hidden.is_meta]
+        cached = [i for i, calls in enumerate(earlier) if calls and not any(call.hidden.is_meta for call in calls)]
         for i in cached:
-            shapes = {tuple(call.hidden.shape[1:]) for call in (*earlier[i], *self.calls[i])}
-            counts = [len(call.hidden) for call in earlier[i]], [len(call.hidden) for call in self.calls[i]]
-            if len(shapes) > 1 or counts != ([*map(batch_size, before)], sizes):
+            old, new = (_samples(calls[i], of) for calls, of in ((earlier, before), (self.calls, batches)))
+            if old is None or old != new:
                 self.calls, self.batches = earlier, before
                 return False
         for i, calls in enumerate(earlier):
@@ -278,6 +278,7 @@ class Walk:
                     call.hidden = state
             calls.clear()
         self.deltas = self._cut(self.deltas, "output gradients") if self.deltas else []
+        self.losses = [None] * len(batches)
         return True
 
     def _cut(self, tensors: list[Tensor], what: str) -> list[Tensor]:
@@ -395,6 +396,13 @@ class Walk:
                 logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                 (delta,) = torch.autograd.grad(logits, tail, gradient)
                 self.deltas.append(self.storage.put(delta, "output gradients"))
+
+
+def _samples(calls: Sequence[BlockCall], batches: Sequence[Batch]) -> list[torch.Size] | None:
+    """The shape of the hidden state of every sample; None if some hidden states do not have samples as rows."""
+    if any(len(call.hidden) != batch_size(batch) for call, batch in zip(calls, batches, strict=True)):
+        return None
+    return [row.shape for call in calls for row in call.hidden]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

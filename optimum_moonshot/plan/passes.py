@@ -103,8 +103,7 @@ def _walks(
 
 
 def _captured(walk: Walk) -> Iterator[Stage]:
-    walk.capture()
-    yield from walk.stages()
+    yield from walk.capture()
 
 
 def _visit_seconds(run: RunSpec, stage: Stage, visit: Visit, count: int) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from ..checkpoint.in_memory import is_packed
 from ..errors import require
 from ..model.compaction import Compaction, compact_model
 from ..model.isolation import isolated
@@ -13,6 +12,7 @@ from ..pipeline.run_context import PACKED, check_idle
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from ..rotate.report import RotationReport
+from ..runtime.packed_module import is_packed
 
 
 def compact_pruned(model: Any, report: PruneReport | None) -> tuple[Any, Compaction]:

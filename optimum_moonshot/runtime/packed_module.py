@@ -127,6 +127,11 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(*args)
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether a layer of the model is packed in memory."""
+    return any(isinstance(module, PackedModule) for module in model.modules())
+
+
 _FORMAT = "bitmask"
 _WINDOWS = (4, 8, 16, 32)  # candidates for m: n:m needs no row offsets, unlike unstructured nonzeros
 _FILLED = 1 / 64  # largest fraction of zeros among the values that n:m stores

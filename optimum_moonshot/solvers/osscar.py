@@ -80,15 +80,15 @@ class OSSCAR(Solver):
 
         def attempt(damping: float) -> dict[int, tuple[Tensor, Tensor]]:
             support = (RowSupport if objective.scales.b else Support)(objective, patterns[0].group, damping * unit)
-            found, removed = dict[int, tuple[Tensor, Tensor]](), 0
+            solutions, removed = dict[int, tuple[Tensor, Tensor]](), 0
             for count in sorted({*counts}):
                 for _ in range(count - removed):
                     support.remove(support.cheapest())
-                removed, found[count] = count, self._minimiser(objective, support, damping * unit)
-            return found
+                removed, solutions[count] = count, self._minimiser(objective, support, damping * unit)
+            return solutions
 
-        found, damping = escalate(self.damping, attempt)
-        return [finish(objective, *found[count], damping, self.damping) for count in counts]
+        solutions, damping = escalate(self.damping, attempt)
+        return [finish(objective, *solutions[count], damping, self.damping) for count in counts]
 
     def _minimiser(self, objective: Quadratic, support: "Support", ridge: float) -> tuple[Tensor, Tensor]:
         """The weight and `keep`, both [d_out, d_in]."""

@@ -34,8 +34,7 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False, captures
             assert sequence.extras is not None
             extras = None if captures_all else sequence.extras
             walk = Walk(model, structure.blocks, batches, gradients, None, storage, extras)
-            walk.capture()
-            stages = walk.stages()
+            stages = walk.capture()
         for stage in stages:
             differentiated = {layer.name for layer in stage.layers} if gradients else set()
             with Observer(list(stage.layers), diagonal, differentiated, samples, storage) as observer:
@@ -64,6 +63,8 @@ def test_sequential_blocks_have_the_statistics_of_the_whole_model(name, padded):
 def test_batches_of_another_size_give_the_same_statistics(name, gradients):
     """Cached inputs and output gradients are cut between the blocks, in padded batches too."""
     model, batches = make(name), batches_for(name, padded=True)
+    first, *rest = batches
+    batches = [shorten(first, samples=2, tokens=8), *rest] if set(first) <= {"input_ids", "attention_mask"} else batches
     _, expected = gather(model, batches, gradients)
     _, statistics = gather(model, batches, gradients, cut_to=(1, 2, 1))
     for name, of_layer in expected.items():
