@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call: positional, and
 
 # Where `module.compile()` stores the function that replaces all calls of a module; copies of the module are without it.
 CALL = "_compiled_call_impl"
+_SEQUENCE_HEAD = "ForSequenceClassification"  # ends the name of a class
 _FORWARDS: dict[nn.Module, Forward] = {}  # of models with a custom call
 
 
@@ -164,7 +165,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         inputs[name] = value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
     named = any_name or any(p.name in inputs for p in parameters)
     try:
-        with _pad_token(model, inputs):
+        with _pad_token(model, inputs) if type(model).__name__.endswith(_SEQUENCE_HEAD) else nullcontext():
             return model(**inputs) if named else model(*inputs.values())
     except MoonshotError:
         raise
@@ -183,8 +184,7 @@ def _pad_token(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
     has a pad token that no sample contains and that replaces hidden tokens, so that it reads each sample as if alone.
     """
     config = text_config(model)
-    head = type(model).__name__.endswith("ForSequenceClassification") and "input_ids" in inputs
-    if not head or getattr(config, "pad_token_id", 0) is not None:
+    if "input_ids" not in inputs or getattr(config, "pad_token_id", 0) is not None:
         yield
         return
     ids: Tensor = inputs["input_ids"]

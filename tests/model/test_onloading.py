@@ -9,12 +9,13 @@ from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.layers import PrunableLayer, find_structure
+from optimum_moonshot.model.weights import Weights
 from optimum_moonshot.pipeline import model_pipeline
 from optimum_moonshot.pipeline import selection as selection_module
 from optimum_moonshot.pipeline.block_sequences import BlockSequence, BlockSequences
 
 
-class OffloadedBlock:
+class OffloadedBlock(Weights):
     """Keeps a block's weights outside of the model, which has NaN in their place."""
 
     at_once, most = 0, 0
