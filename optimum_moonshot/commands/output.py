@@ -33,7 +33,7 @@ _MANIFEST, _LOCK = "command.json", "command.lock"
 _WRITTEN = ("seed-*.json*", "command.json*")  # with their temporary files
 # Options that do not change the result.
 _NEUTRAL = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
-_PATHS = ("model", "calibration", "prompts", "metric", "allocation")
+_PATHS = ("model", "calibration", "vocabulary", "prompts", "metric", "allocation")
 
 
 class Output:
