@@ -55,9 +55,7 @@ def test_all_files_have_the_new_ids(name, tmp_path):
         assert new == numbers.get(old)
     for before, after in zip(token_ids(tokenizer, KEPT), token_ids(reloaded, KEPT), strict=True):
         assert [numbers[token] for token in before] == after
-    assert tokenizer("", "")["input_ids"] == [
-        {new: old for old, new in numbers.items()}[x] for x in small("", "")["input_ids"]
-    ]
+    assert [numbers[token] for token in tokenizer("", "")["input_ids"]] == small("", "")["input_ids"]  # of a template
 
 
 def test_a_number_of_tokens_is_exact_and_prefers_frequent_ones(tmp_path):
