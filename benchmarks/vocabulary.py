@@ -101,7 +101,9 @@ def table(runs: list[dict]) -> str:
     for result in runs:
         for state in ("before", "after"):
             row = result[state]
-            name = f"{result['corpus']['characters'] / 1e6:.1f}M characters" + ("" if result["count"] is None else ", N")
+            name = f"{result['corpus']['characters'] / 1e6:.1f}M characters" + (
+                "" if result["count"] is None else ", N"
+            )
             cells = [f"{row['tokens']:,}", f"{row['parameters'] / 1e6:.1f}M", f"{row['bytes'] / 1e6:.0f}"]
             cells += [f"{row['tokens_per_second']:.1f}", f"{row['perplexity_per_byte']:.4f}"]
             cells += [f"{row['tokens_per_character']:.4f}", f"{result['seconds']:.1f}" if state == "after" else ""]

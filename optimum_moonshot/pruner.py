@@ -29,7 +29,6 @@ from .shrink.hidden_size import narrow_model
 from .shrink.report import ShrinkReport
 from .shrink.run import shrink_model
 from .shrink.target import Target
-from .shrink.tokens import vocabulary_files
 from .sweep.run import SparsityPath, Sweep, prune_path, sweep
 
 if TYPE_CHECKING:
@@ -442,18 +441,16 @@ class MoonshotPruner:
         pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads
         are removed, else 1. `recover` applies afterwards.
 
-        A smaller `vocabulary` alone needs no target and no calibration pass, and takes seconds; `pruner.tokenizer`
-        becomes that of the smaller model. Text whose tokens remain has the same tokens and the same logits as before;
-        other text has a few tokens more, since all characters remain. A pruned model can lose tokens too. With a
-        target, tokens are removed first, then the other parts to the target.
+        A smaller `vocabulary` needs no target and no calibration pass; `pruner.tokenizer` becomes a smaller one. Text
+        of the remaining tokens has the same tokens and the same logits as before; other text has more tokens, since all
+        characters remain. With a target, tokens are removed first. A pruned model can lose tokens too.
 
         Args:
             calibration: as for `prune`.
-            vocabulary: text as for `prune`, whose tokens remain; or a number of tokens, the most frequent ones in the
-                calibration text.
             parameters: a fraction of the dense model's if at most 1, else a number.
             bytes: as `parameters`, of the weights, or text such as "2GB".
             latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
+            vocabulary: text whose tokens remain; or a number, of the most frequent tokens in the calibration text.
             batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
             hidden_multiple: a divisor of a smaller hidden size, such as the block of a quantized format.
             loss: as for `prune`.
@@ -462,30 +459,33 @@ class MoonshotPruner:
             resume_dir: as for `prune`; the measurements in it serve any target.
 
         Returns:
-            The decision, also kept as ``pruner.report.shrink``.
+            The decision, also kept as ``pruner.report.shrink``; of a vocabulary alone as `pruner.vocabulary`.
 
         Raises:
-            MoonshotError: no target or several, or one that no combination reaches, with the least that is reached;
-                or a vocabulary that the model or its tokenizer cannot do without.
+            MoonshotError: no target or several, one that no combination reaches, or tokens that cannot be removed.
         """
-        targets = {"parameters": parameters, "bytes": bytes, "latency": latency}
-        alone = vocabulary is not None and all(value is None for value in targets.values())
-        target = None if alone else Target.of(**targets)
+        target = Target.optional(vocabulary is None, parameters=parameters, bytes=bytes, latency=latency)
+        message = "the vocabulary is smaller already"
+        require(vocabulary is None or self.vocabulary is None, message, field="vocabulary", hint="load the model again")
         with self._run("shrink", loss, forward, progress, resume_dir=resume_dir) as subject:
             options = (batch_shape, forward, resume_dir, hidden_multiple, vocabulary)
             result = shrink_model(subject, self._config, calibration, target, *options)
         self.model, self._sweep, self._discards = result.model, None, [*self._discards, result.discard]
         if vocabulary is not None:
-            self._side_files.replaced |= vocabulary_files(self.tokenizer)
+            self._side_files.replaced |= result.replaced_files
             self.tokenizer = result.tokenizer
         if isinstance(result.report, ShrinkReport):
-            self.vocabulary = result.report
-            if self.report is not None:
-                remove_tokens(self.report, result.report)
-            note_vocabulary(self.model, self.report, result.report)
-            return result.report
+            return self._without_tokens(result.report)
         shrunk = self._reported(result.report).shrink
         assert shrunk is not None
+        return shrunk
+
+    def _without_tokens(self, shrunk: ShrinkReport) -> ShrinkReport:
+        """Keep the report of a smaller vocabulary, also in that of an earlier pruning."""
+        self.vocabulary = shrunk
+        if self.report is not None:
+            remove_tokens(self.report, shrunk)
+        note_vocabulary(self.model, self.report, shrunk)
         return shrunk
 
     def to_runtime(self, runtime: str = "auto", *, inputs: str = "int8") -> dict[str, str]:

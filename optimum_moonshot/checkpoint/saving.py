@@ -21,8 +21,6 @@ from ..model.offload import check_not_source
 from ..model.weights import is_offloaded
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import PruningRecord
-from ..rotate.report import RotationReport
-from ..shrink.report import ShrinkReport
 from .card import Facts, render_unpruned, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .hub import open_repository, upload
@@ -95,7 +93,7 @@ def _save(
     """Save in this process; the card has the `name`, by default that of the folder."""
     format = _check_saving(model, report, format, options)
     plain = not hasattr(model, "save_pretrained")
-    if isinstance(report, RotationReport):
+    if not isinstance(report, PruneReport):
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     check_path("directory", directory)
     check_not_source(model, directory, "directory")
@@ -111,7 +109,7 @@ def _save(
         _save_processors(processors, staging)
         report.save(staging)
         name = name or Path(directory).resolve().name
-        if isinstance(report, RotationReport | ShrinkReport):
+        if not isinstance(report, PruneReport):
             replace_file(staging / "README.md", str(render_unpruned(model, report, name)))
         elif not plain:
             write_card(staging, report, Facts.gather(model, name, format))

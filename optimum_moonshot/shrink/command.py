@@ -72,8 +72,7 @@ def shrink(args: argparse.Namespace) -> None:
         target = {name: getattr(args, name) for name in ("parameters", "latency")}
         target["bytes"] = _number(args.bytes)
         vocabulary = _vocabulary(args.vocabulary)
-        if vocabulary is None or any(value is not None for value in target.values()):
-            Target.of(**target)
+        Target.optional(vocabulary is None, **target)
         check_batch_shape(args.batch_shape)
     args.solver, args.pattern, args.sparsity = getattr(args, "solver", "osscar"), "structured", 0.0
     config = make_config(args)

@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..data.sources import ModelInputs, describe, open_source
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError
 from ..model.calls import Forward, called_by
 from ..pipeline.run_context import run_context
 from ..pipeline.selection import Subject
@@ -24,7 +23,7 @@ from .parts import apply_decision, attach_decision, without_blocks
 from .report import ShrinkReport, VocabularyReport
 from .request import Shrinking, check_request, model_cost
 from .target import Target
-from .vocabulary import reduce_vocabulary
+from .vocabulary import check_calibration, reduce_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Shrunk:
     model: PreTrainedModel
     tokenizer: Any
     report: PruneReport | ShrinkReport  # the latter if nothing but the vocabulary is smaller
-    discard: Discard
+    discard: Discard = lambda: None
+    replaced_files: frozenset[str] = frozenset()  # of the vocabulary, beside the weights of the original model
 
 
 def shrink_model(
@@ -62,13 +62,12 @@ def shrink_model(
     if vocabulary is None:
         assert target is not None
         return _shrink_parts(subject, config, calibration, target, *options)
-    message = "token ids are those of all tokens; give text"
-    text = target is None or not isinstance(open_source(calibration), ModelInputs)
-    require(text, message, field="calibration", value=describe(calibration))
+    if target is not None:
+        check_calibration(calibration)
     smaller, model = reduce_vocabulary(subject, vocabulary, calibration), subject.model
     assert isinstance(model, PreTrainedModel)
     if target is None:
-        return Shrunk(smaller.model, smaller.tokenizer, smaller.report.alone(), lambda: None)
+        return Shrunk(smaller.model, smaller.tokenizer, smaller.report.alone(), replaced_files=smaller.files)
     dense, cost = (model_cost(one, target, batch_shape) for one in (model, smaller.model))
     budget = target.budget(dense)
     if cost <= budget:
@@ -77,13 +76,14 @@ def shrink_model(
         changes: dict[str, Any] = dict(
             unit=target.unit, budget=budget, dense=dense, chosen=chosen, considered=(chosen,)
         )
-        return Shrunk(smaller.model, smaller.tokenizer, dataclasses.replace(report, **changes), lambda: None)
+        report = dataclasses.replace(report, **changes)
+        return Shrunk(smaller.model, smaller.tokenizer, report, replaced_files=smaller.files)
     subject = dataclasses.replace(subject, model=smaller.model, tokenizer=smaller.tokenizer)
     with run_context(subject, config.offload_dir, forward, "shrink") as subject:
         target = dataclasses.replace(target, dense=dense)
         shrunk = _shrink_parts(subject, config, calibration, target, *options)
     _add_vocabulary(shrunk, smaller.report, dense)
-    return shrunk
+    return dataclasses.replace(shrunk, replaced_files=smaller.files)
 
 
 def _add_vocabulary(shrunk: Shrunk, smaller: VocabularyReport, dense: float) -> None:

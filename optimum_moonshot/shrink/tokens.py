@@ -113,11 +113,11 @@ class Tokens:
     @cached_property
     def base(self) -> set[int]:
         """The tokens that every smaller vocabulary has, without those that they are made of."""
-        known, bytes_too = set(self.pieces.values()), bool(self._model.get("byte_fallback"))
+        texts, bytes_too = set(self.pieces.values()), bool(self._model.get("byte_fallback"))
         base = {number for number in self.added if number < self.embedded}
         for number, piece in self.pieces.items():
             units = self._units(piece)
-            spelled = len(units) > 1 and (bytes_too or known.issuperset(units))
+            spelled = len(units) > 1 and (bytes_too or texts.issuperset(units))
             if not spelled or (bytes_too and piece in BYTES) or piece == self._model.get("unk_token"):
                 base.add(number)
         if self._model["type"] == "Unigram":
@@ -126,14 +126,14 @@ class Tokens:
             base.update([] if self._model["unk_id"] is None else [self._model["unk_id"]])
         return base
 
-    def with_parts(self, tokens: Iterable[int], present: set[int] | frozenset[int] = frozenset()) -> set[int]:
+    def with_parts(self, tokens: Iterable[int], present: frozenset[int] | set[int] = frozenset()) -> set[int]:
         """Tokens with all that they are made of, without those that are present already."""
         result, stack = set[int](), [token for token in tokens if token not in present]
         while stack:
             token = stack.pop()
             if token not in result:
                 result.add(token)
-                stack += [part for part in self._made_of.get(token, ()) if part not in present]
+                stack += self._made_of.get(token, set()) - present
         return result
 
     def choose(self, counts: Mapping[int, int], always: Iterable[int], count: int | None) -> list[int]:
@@ -229,9 +229,9 @@ def _renumbered(value: Any, numbers: Mapping[int, int], name: str = "") -> Any:
     return [_renumbered(entry, numbers) for entry in value] if isinstance(value, list) else value
 
 
-def vocabulary_files(tokenizer: Any) -> set[str]:
+def vocabulary_files(tokenizer: Any) -> frozenset[str]:
     """The files of a tokenizer's vocabulary, also in formats of other libraries, which name its tokens by ids."""
-    return {TOKENIZER_FILE, SETTINGS_FILE, *OTHER_FILES, *tokenizer.vocab_files_names.values()}
+    return frozenset((TOKENIZER_FILE, SETTINGS_FILE, *OTHER_FILES, *tokenizer.vocab_files_names.values()))
 
 
 def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:

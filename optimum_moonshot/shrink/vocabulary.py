@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.chat import render
-from ..data.sources import describe, short_name
+from ..data.sources import ModelInputs, describe, open_source, short_name
 from ..data.text import NO_TOKENIZER, all_texts
 from ..errors import MoonshotError, check_whole, require
 from ..model.model_info import embedded_tokens
@@ -19,7 +19,7 @@ from ..pipeline.selection import Subject
 from .costs import dense_cost
 from .report import VocabularyReport
 from .token_rows import check_tokens_removable, configured_ids, keep_tokens
-from .tokens import Tokens, token_ids
+from .tokens import Tokens, token_ids, vocabulary_files
 
 # Text is tokenized in pieces of this many characters, or of a 20th of a short text, which end with a line.
 PIECE, PIECES = 10_000, 20
@@ -35,6 +35,7 @@ class SmallerVocabulary:
     model: PreTrainedModel
     tokenizer: Any
     report: VocabularyReport
+    files: frozenset[str]  # names of the files with the vocabulary of the original
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,17 @@ def check_vocabulary(subject: Subject, vocabulary: Any) -> int | None:
     return vocabulary if number else None
 
 
+def check_calibration(calibration: Any) -> None:
+    """Check that calibration data can be tokenized again, by a smaller tokenizer.
+
+    Raises:
+        MoonshotError: they are model inputs, or cannot be read.
+    """
+    text = not isinstance(open_source(calibration), ModelInputs)
+    message = "token ids are those of all tokens; give text"
+    require(text, message, field="calibration", value=describe(calibration))
+
+
 def reduce_vocabulary(subject: Subject, vocabulary: Any, calibration: Any) -> SmallerVocabulary:
     """A smaller vocabulary, like `MoonshotPruner.shrink`; the subject's model and tokenizer are unchanged.
 
@@ -130,7 +142,7 @@ def reduce_vocabulary(subject: Subject, vocabulary: Any, calibration: Any) -> Sm
         tokens_per_character=(before / characters, after / characters),
         seconds=time.perf_counter() - started,
     )
-    return SmallerVocabulary(small, smaller, report)
+    return SmallerVocabulary(small, smaller, report, vocabulary_files(tokenizer))
 
 
 def _held_out_lengths(corpus: Corpus, tokenizer: Any, numbers: dict[int, int]) -> tuple[int, int, int]:

@@ -51,7 +51,7 @@ def test_all_files_have_the_new_ids(name, tmp_path):
     assert sorted(reloaded.get_vocab().values()) == list(range(len(reloaded)))
     assert reloaded.chat_template == tokenizer.chat_template
     for attribute in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"):
-        old, new = (getattr(each, f"{attribute}_token_id") for each in (tokenizer, reloaded))
+        old, new = (getattr(one, f"{attribute}_token_id") for one in (tokenizer, reloaded))
         assert new == numbers.get(old)
     for before, after in zip(token_ids(tokenizer, KEPT), token_ids(reloaded, KEPT), strict=True):
         assert [numbers[token] for token in before] == after
@@ -102,7 +102,7 @@ def test_merges_as_strings(tmp_path):
     old = Tokens({**tokens.spec, "model": model}, tokens.embedded)
     chosen = tokens.choose({}, range(700, 800), 800)
     assert chosen == old.choose({}, range(700, 800), 800)
-    new, expected = (each._spec(each.renumbered(chosen))["model"] for each in (old, tokens))
+    new, expected = (one._spec(one.renumbered(chosen))["model"] for one in (old, tokens))
     assert [merge.split(" ") for merge in new["merges"]] == expected["merges"] and new["vocab"] == expected["vocab"]
 
 

@@ -165,5 +165,5 @@ def random_texts(tokenizer, count, seed=0):
     )
     weights = (8, 4, 2, 1, 0.3, 2, 0.3)
     for _ in range(count):
-        parts = generator.choices(sources, weights, k=generator.randrange(1, 8))
-        yield "".join(part() for part in parts)
+        chosen = generator.choices(sources, weights, k=generator.randrange(1, 8))
+        yield "".join(source() for source in chosen)
