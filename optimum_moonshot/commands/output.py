@@ -199,9 +199,13 @@ def change_and_save(args: argparse.Namespace, config: "MoonshotConfig", started:
         pruner, references = load_pruner(args, config, device), dict[str, Any]()
         metric = pruner_metric(pruner, references)
         before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
-        lines = change(pruner, calibration, output)
-        record = {} if pruner.report is None else {"record": pruner.report.record}
+        tokenizer, lines = pruner.tokenizer, change(pruner, calibration, output)
+        comparable = pruner.tokenizer is tokenizer or metric.name != "perplexity"
+        record = {"record": pruner.report.record} if pruner.report is not None and comparable else {}
         lines += pruner_metric(pruner, references).changes(before, **record)
+        lines += (
+            ["note        per token, which other vocabularies make incomparable"] if before and not comparable else []
+        )
         output.begin()
         pruner.save_pretrained(output.path)
         output.finish()

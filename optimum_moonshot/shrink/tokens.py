@@ -194,7 +194,8 @@ class Tokens:
                 (folder / SETTINGS_FILE).write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
             loaded = type(tokenizer).from_pretrained(folder)
         loaded.name_or_path = tokenizer.name_or_path
-        expected = {(self.pieces | self.added)[old]: new for old, new in numbers.items()}
+        names = self.pieces | self.added
+        expected = {names[old]: new for old, new in numbers.items()}
         message = f"{type(tokenizer).__name__} gives the tokens of a smaller vocabulary other ids"
         require(loaded.get_vocab() == expected, message, field="tokenizer")
         return loaded
@@ -235,9 +236,15 @@ def vocabulary_files(tokenizer: Any) -> frozenset[str]:
 
 
 def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts alone, without BOS, whatever truncation and padding the tokenizer is set to."""
+    """Token ids of whole texts, without BOS; the truncation and padding of the tokenizer's files stay set."""
+    backend = tokenizer.backend_tokenizer
+    truncation, padding = backend.truncation, backend.padding
     options = dict(add_special_tokens=False, truncation=False, padding=False, return_attention_mask=False)
     ids: list[list[int]] = tokenizer(texts, **options, verbose=False)["input_ids"]
+    if truncation is not None:
+        backend.enable_truncation(**truncation)
+    if padding is not None:
+        backend.enable_padding(**padding)
     return ids
 
 

@@ -106,6 +106,20 @@ def test_merges_as_strings(tmp_path):
     assert [merge.split(" ") for merge in new["merges"]] == expected["merges"] and new["vocab"] == expected["vocab"]
 
 
+def test_truncation_and_padding_stay_set(tmp_path):
+    """As in files of sentence-transformers, whose texts are longer than the sequences of the model."""
+    tokenizer = loaded("bert", tmp_path)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=8, pad_id=tokenizer.pad_token_id, pad_token="[PAD]")
+    before = json.loads(tokenizer.backend_tokenizer.to_str())
+    small, numbers = smaller(tokenizer)
+    assert len(token_ids(small, ["".join(KEPT)])[0]) == len(token_ids(tokenizer, ["".join(KEPT)])[0]) > 100
+    for one in (tokenizer, small):
+        spec = json.loads(one.backend_tokenizer.to_str())
+        pad = numbers[before["padding"]["pad_id"]] if one is small else before["padding"]["pad_id"]
+        assert spec["truncation"] == before["truncation"] and spec["padding"] == before["padding"] | {"pad_id": pad}
+
+
 def test_an_added_token_without_an_embedding_stays_behind_all_others(tmp_path):
     tokenizer = loaded("gemma", tmp_path)
     rows = len(tokenizer)

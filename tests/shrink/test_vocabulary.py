@@ -386,5 +386,6 @@ def test_the_command(tmp_path, capsys):
     counted = ["--vocabulary", "1024", "--calibration", CALIBRATION, "--eval", str(DEMO / "heldout.txt")]
     main(["shrink", str(DEMO), *counted, "--output", str(tmp_path / "count")])
     assert hf.AutoConfig.from_pretrained(tmp_path / "count").vocab_size == 1024
+    assert "note        per token, which other vocabularies make incomparable" in capsys.readouterr().out
     status, lines = failure(capsys, "shrink", DEMO, "--vocabulary", "missing.txt", "--output", tmp_path / "missing")
     assert status == 2 and "--vocabulary missing.txt: neither one of" in lines[-1]
