@@ -203,9 +203,8 @@ def change_and_save(args: argparse.Namespace, config: "MoonshotConfig", started:
         comparable = pruner.tokenizer is tokenizer or metric.name != "perplexity"
         record = {"record": pruner.report.record} if pruner.report is not None and comparable else {}
         lines += pruner_metric(pruner, references).changes(before, **record)
-        lines += (
-            ["note        per token, which other vocabularies make incomparable"] if before and not comparable else []
-        )
+        if before and not comparable:
+            lines.append("note        per token, which other vocabularies make incomparable")
         output.begin()
         pruner.save_pretrained(output.path)
         output.finish()
