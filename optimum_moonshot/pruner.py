@@ -22,10 +22,11 @@ from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
 from .plan.inputs import MachineMemory
 from .plan.run import make_plan
-from .prune.record import compact_pruned, note_rotation
+from .prune.record import compact_pruned, note_rotation, note_vocabulary, remove_tokens
 from .prune.run import prune_model, rotate_model
 from .reports.record import PruningRecord
 from .shrink.hidden_size import narrow_model
+from .shrink.report import ShrinkReport
 from .shrink.run import shrink_model
 from .shrink.target import Target
 from .sweep.run import SparsityPath, Sweep, prune_path, sweep
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .reports.prune_report import PruneReport
     from .rotate.report import RotationReport
     from .shrink.hidden_size import WidthReduction
-    from .shrink.report import ShrinkReport
     from .sweep.report import SweepEntry, SweepReport
 
 
@@ -80,6 +80,7 @@ class MoonshotPruner:
         # A model that was pruned while it was loaded has its report.
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
         self.rotation: RotationReport | None = None  # of `rotate`
+        self.vocabulary: ShrinkReport | None = None  # of `shrink`, where nothing but the vocabulary is smaller
         self._sweep: Sweep | None = None
         self._discards: list[Callable[[], None]] = []  # delete the files of runs, once the model is saved
 
@@ -425,6 +426,7 @@ class MoonshotPruner:
         parameters: float | None = None,
         bytes: float | str | None = None,
         latency: float | None = None,
+        vocabulary: Any = None,
         batch_shape: tuple[int, int] = (1, 1),
         hidden_multiple: int | None = None,
         loss: Loss | None = None,
@@ -432,18 +434,23 @@ class MoonshotPruner:
         progress: bool = True,
         resume_dir: str | os.PathLike[str] | None = None,
     ) -> ShrinkReport:
-        """Make the model smaller, to one target: choose blocks, neurons and heads, and remove them.
+        """Make the model smaller: remove tokens, or the blocks, neurons and heads that a target requires, or both.
 
         The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
         becomes a new dense model with a smaller configuration; the given one is unchanged. A configuration, if the
         pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads
         are removed, else 1. `recover` applies afterwards.
 
+        A smaller `vocabulary` needs no target and no calibration pass; `pruner.tokenizer` becomes a smaller one. Text
+        of the remaining tokens has the same tokens and the same logits as before; other text has more tokens, since all
+        characters remain. With a target, tokens are removed first. A pruned model can lose tokens too.
+
         Args:
             calibration: as for `prune`.
             parameters: a fraction of the dense model's if at most 1, else a number.
             bytes: as `parameters`, of the weights, or text such as "2GB".
             latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
+            vocabulary: text whose tokens remain; or a number, of the most frequent tokens in the calibration text.
             batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
             hidden_multiple: a divisor of a smaller hidden size, such as the block of a quantized format.
             loss: as for `prune`.
@@ -452,19 +459,33 @@ class MoonshotPruner:
             resume_dir: as for `prune`; the measurements in it serve any target.
 
         Returns:
-            The decision, also kept as ``pruner.report.shrink``.
+            The decision, also kept as ``pruner.report.shrink``; of a vocabulary alone as `pruner.vocabulary`.
 
         Raises:
-            MoonshotError: no target or several, or one that no combination reaches, with the least that is reached.
+            MoonshotError: no target or several, one that no combination reaches, or tokens that cannot be removed.
         """
-        target = Target.of(parameters=parameters, bytes=bytes, latency=latency)
+        target = Target.optional(vocabulary is None, parameters=parameters, bytes=bytes, latency=latency)
+        message = "the vocabulary is smaller already"
+        require(vocabulary is None or self.vocabulary is None, message, field="vocabulary", hint="load the model again")
         with self._run("shrink", loss, forward, progress, resume_dir=resume_dir) as subject:
-            options = (batch_shape, forward, resume_dir, hidden_multiple)
+            options = (batch_shape, forward, resume_dir, hidden_multiple, vocabulary)
             result = shrink_model(subject, self._config, calibration, target, *options)
-        self.model, report, discard = result
-        self._sweep, self._discards = None, [*self._discards, discard]
-        shrunk = self._reported(report).shrink
+        self.model, self._sweep, self._discards = result.model, None, [*self._discards, result.discard]
+        if vocabulary is not None:
+            self._side_files.replaced |= result.replaced_files
+            self.tokenizer = result.tokenizer
+        if isinstance(result.report, ShrinkReport):
+            return self._without_tokens(result.report)
+        shrunk = self._reported(result.report).shrink
         assert shrunk is not None
+        return shrunk
+
+    def _without_tokens(self, shrunk: ShrinkReport) -> ShrinkReport:
+        """Keep the report of a smaller vocabulary, also in that of an earlier pruning."""
+        self.vocabulary = shrunk
+        if self.report is not None:
+            remove_tokens(self.report, shrunk)
+        note_vocabulary(self.model, self.report, shrunk)
         return shrunk
 
     def to_runtime(self, runtime: str = "auto", *, inputs: str = "int8") -> dict[str, str]:
@@ -568,9 +589,12 @@ class MoonshotPruner:
         hint = "save it by model.save_pretrained or model.push_to_hub"
         raise MoonshotError("the model was pruned before this pruner got it, which has no report of it", hint=hint)
 
-    def _result(self) -> PruneReport | RotationReport:
-        """The report of the last pruning, else of the rotation."""
-        return self._pruned() if self.report is not None or self.rotation is None else self.rotation
+    def _result(self) -> PruneReport | RotationReport | ShrinkReport:
+        """The report of the last pruning, else of the rotation, else of the vocabulary."""
+        if self.report is None and self.rotation is not None and self.vocabulary is not None:
+            return dataclasses.replace(self.rotation, notes=(*self.rotation.notes, self.vocabulary.line()))
+        others = self.rotation or self.vocabulary
+        return self._pruned() if self.report is not None or others is None else others
 
     def _reported(self, report: PruneReport) -> PruneReport:
         """Keep the report of a pruning, with an earlier rotation."""
@@ -578,6 +602,8 @@ class MoonshotPruner:
         report.notes += self._origin.notes
         if self.rotation is not None:
             note_rotation(self.model, report, self.rotation)
+        if self.vocabulary is not None:
+            note_vocabulary(self.model, report, self.vocabulary)
         return report
 
     def _discard_results(self) -> None:

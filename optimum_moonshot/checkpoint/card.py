@@ -23,6 +23,7 @@ from ..reports.plots import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from ..rotate.report import ROTATION_NAME, RotationReport
+from ..shrink.report import SHRINK_NAME, ShrinkReport
 from .base_card import MARKER, Base, code, escaped, find_base, parted, printable, split, unescaped
 from .packed_files import pruned_layers
 
@@ -153,13 +154,23 @@ def _from_template(template: str, data: ModelCardData, base: Base, **values: Any
     )
 
 
-def render_rotated(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
-    """The card of a model that is rotated and not pruned, with its name."""
+def render_unpruned(model: nn.Module, report: RotationReport | ShrinkReport, name: str) -> ModelCard:
+    """The card of a model that is rotated or has a smaller vocabulary, and is not pruned, with its name."""
     base, (auto_class, task) = find_base(getattr(model, "name_or_path", "")), _auto_class(type(model).__name__)
-    tags = ["moonshot", "rotated", *base.data.get("tags", ())]
+    kind = "rotated" if isinstance(report, RotationReport) else "smaller-vocabulary"
+    tags = ["moonshot", kind, *base.data.get("tags", ())]
     data = ModelCardData(
         model_name=name, base_model=base.name, library_name="transformers", tags=tags, **base.fields(task)
     )
+    if isinstance(report, ShrinkReport):
+        return _from_template(
+            "vocabulary_card_template.md",
+            data,
+            base,
+            auto_class=auto_class,
+            vocabulary=report.vocabulary,
+            report_name=SHRINK_NAME,
+        )
     return _from_template(
         "rotated_card_template.md",
         data,
@@ -287,6 +298,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         change = f"objective {rotation.objective_before:.4f} → {rotation.objective_after:.4f}"
         untied = f"; the head is untied, {rotation.untied_bytes / 2**20:.2f} MiB more" if rotation.untied_bytes else ""
         rows.append(("rotations, learned and merged", f"{rotation.changes}; {change}{untied}"))
+    if report.shrink is not None and report.shrink.vocabulary is not None:
+        rows.append(("smaller vocabulary", report.shrink.vocabulary.line()))
     if config.get("recover") is not None:
         steps = config["recover_steps"] or RECOVERY_DEFAULTS[config["recover"]][0]
         limit = f"at most {steps} steps{'' if config['recover'] == 'distill' else ' for each decoder layer'}"

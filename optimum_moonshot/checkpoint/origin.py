@@ -31,10 +31,13 @@ from ..files import UNFINISHED, is_weights
 from ..reports.plots import PLOT_NAME
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..rotate.report import ROTATION_NAME, RotationReport
+from ..shrink.report import SHRINK_NAME, ShrinkReport
 from .hub import HUB_OPTIONS, download_others
 from .weight_files import Checkpoint, StoredTensors, new_names, read_header, read_tensors, write_json
 from .weight_names import target_names
 
+# Of a run; or of a rotation, or of a smaller vocabulary, where no layer was pruned.
+SavedReport = PruneReport | RotationReport | ShrinkReport
 _SOURCE = "_moonshot_source"  # attribute of a model: its `Source`
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Fields of config.json with the number of layers for multi-token prediction.
@@ -50,8 +53,8 @@ _RUN_FOLDER = re.compile(r"(checkpoint|global_step)[-_]?\d+|runs|wandb|__pycache
 _RUN_FILES = ("run.json", "trainer_state.json")  # only in folders of runs, of this package and of the Trainer
 # About the weights of the source, which a saved model does not have.
 _OF_SOURCE = {
-    "config.json", "README.md", REPORT_NAME, PLOT_NAME, ROTATION_NAME, "trainer_state.json", "quantize_config.json",
-    "quant_config.json", "hf_quant_config.json",
+    "config.json", "README.md", REPORT_NAME, PLOT_NAME, ROTATION_NAME, SHRINK_NAME, "trainer_state.json",
+    "quantize_config.json", "quant_config.json", "hf_quant_config.json",
 }  # fmt: skip
 _log = logging.getLogger(__name__)
 
@@ -72,9 +75,7 @@ class Origin:
     whole: bool = True  # whether the class is that of config.json
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the loaded weights, if some are not
 
-    def to_copy(
-        self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None = None
-    ) -> dict[Path, list[str]]:
+    def to_copy(self, model: nn.Module, report: SavedReport, variant: str | None = None) -> dict[Path, list[str]]:
         """The unloaded weights to save with the model, by file; none if they do not fit it. The report lists them."""
         obstacle = self._obstacle(model, report, variant) if self.unloaded else ""
         entries = report.skipped if isinstance(report, PruneReport) else report.refused
@@ -85,11 +86,11 @@ class Origin:
             _log.warning("not in the saved checkpoint: %s (%s)", ", ".join(groups), obstacle)
         return {} if obstacle else self.unloaded
 
-    def _obstacle(self, model: nn.Module, report: PruneReport | RotationReport, variant: str | None) -> str:
+    def _obstacle(self, model: nn.Module, report: SavedReport, variant: str | None) -> str:
         if not self.whole:
             return "the model is a part of the one in the checkpoint"
         rotation = report.rotation if isinstance(report, PruneReport) else report
-        if rotation is not None and rotation.rotated:
+        if isinstance(rotation, RotationReport) and rotation.rotated:
             return "it uses hidden states in the basis before the rotation"
         if _shapes(model) != self.shapes:
             return "it does not fit the smaller model"
@@ -247,6 +248,7 @@ class SideFiles:
 
     def __init__(self, source: Source):
         self.source = source
+        self.replaced: set[str] = set()  # names of files at the top that are not copied, since their content changed
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy the files that `folder` does not have yet; those of a repository are downloaded first."""
@@ -254,10 +256,12 @@ class SideFiles:
         if not isinstance(source, str | os.PathLike) or not source:
             return
 
+        without = _OF_SOURCE | self.replaced
+
         def wanted(name: str, size: int) -> bool:
             path = PurePosixPath(name)
             in_run = any(_RUN_FOLDER.fullmatch(part) for part in path.parts)
-            copied = not in_run and not _is_model(path) and name not in _OF_SOURCE and size <= LARGEST
+            copied = not in_run and not _is_model(path) and name not in without and size <= LARGEST
             return copied and not (folder / name).exists()
 
         subfolder = options.get("subfolder", "")
@@ -267,7 +271,7 @@ class SideFiles:
             hub = {name: options[name] for name in HUB_OPTIONS if name in options}
             local = download_others(source, wanted, subfolder, **hub)
         if local is not None:
-            copy_side_files(local, folder, _OF_SOURCE)
+            copy_side_files(local, folder, without)
 
 
 def copy_side_files(source: Path, target: Path, without: Collection[str] = ()) -> None:

@@ -20,13 +20,13 @@ from ..files import replace_file, staged, writing
 from ..model.offload import check_not_source
 from ..model.weights import is_offloaded
 from ..reports.prune_report import REPORT_NAME, PruneReport
-from ..rotate.report import RotationReport
-from .card import Facts, render_rotated, update_evaluations, write_card
+from ..reports.record import PruningRecord
+from .card import Facts, render_unpruned, update_evaluations, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .hub import open_repository, upload
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
-from .origin import Origin, clear_prediction_layers, copy_weights
+from .origin import Origin, SavedReport, clear_prediction_layers, copy_weights
 from .packed_files import FORMATS, check_reloads, pack_files, save_streamed, shard_bytes
 from .weight_files import EXPORT, Checkpoint
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def save_model(
     model: nn.Module,
     processors: Iterable[Any],
-    report: PruneReport | RotationReport,
+    report: SavedReport,
     directory: str | os.PathLike[str],
     format: str | None,
     origin: Origin,
@@ -57,7 +57,7 @@ def save_model(
 def publish_model(
     model: nn.Module,
     processors: Iterable[Any],
-    report: PruneReport | RotationReport,
+    report: SavedReport,
     repo_id: str,
     format: str | None,
     origin: Origin,
@@ -83,7 +83,7 @@ def publish_model(
 def _save(
     model: nn.Module,
     processors: Iterable[Any],
-    report: PruneReport | RotationReport,
+    report: SavedReport,
     directory: str | os.PathLike[str],
     format: str | None,
     name: str | None,
@@ -93,7 +93,7 @@ def _save(
     """Save in this process; the card has the `name`, by default that of the folder."""
     format = _check_saving(model, report, format, options)
     plain = not hasattr(model, "save_pretrained")
-    if isinstance(report, RotationReport):
+    if not isinstance(report, PruneReport):
         require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     check_path("directory", directory)
     check_not_source(model, directory, "directory")
@@ -109,15 +109,13 @@ def _save(
         _save_processors(processors, staging)
         report.save(staging)
         name = name or Path(directory).resolve().name
-        if isinstance(report, RotationReport):
-            replace_file(staging / "README.md", str(render_rotated(model, report, name)))
+        if not isinstance(report, PruneReport):
+            replace_file(staging / "README.md", str(render_unpruned(model, report, name)))
         elif not plain:
             write_card(staging, report, Facts.gather(model, name, format))
 
 
-def _write_model(
-    model: Any, folder: Path, format: str, origin: Origin, report: PruneReport | RotationReport, **options: Any
-) -> None:
+def _write_model(model: Any, folder: Path, format: str, origin: Origin, report: SavedReport, **options: Any) -> None:
     """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
     unloaded = origin.to_copy(model, report, options.get("variant"))
     streamed = is_offloaded(model)
@@ -161,12 +159,10 @@ def _save_processors(processors: Iterable[Any], folder: Path) -> None:
             raise OSError(reason(error)) from error
 
 
-def _check_saving(
-    model: nn.Module, report: PruneReport | RotationReport, format: str | None, options: dict[str, Any]
-) -> str:
+def _check_saving(model: nn.Module, report: SavedReport, format: str | None, options: dict[str, Any]) -> str:
     """Check the format and the options of `save_model`; return the format."""
-    if isinstance(report, RotationReport):
-        message = "a rotated model has no zeros to pack; prune it first"
+    if not isinstance(report, PruneReport) and PruningRecord.of(model) is None:
+        message = "the model has no zeros to pack; prune it first"
         require(format in (None, "dense"), message, field="format", value=format)
         format = "dense"
     format = format or ("packed" if is_packed(model) else "dense")

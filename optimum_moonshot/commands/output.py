@@ -33,7 +33,7 @@ _MANIFEST, _LOCK = "command.json", "command.lock"
 _WRITTEN = ("seed-*.json*", "command.json*")  # with their temporary files
 # Options that do not change the result.
 _NEUTRAL = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
-_PATHS = ("model", "calibration", "prompts", "metric", "allocation")
+_PATHS = ("model", "calibration", "vocabulary", "prompts", "metric", "allocation")
 
 
 class Output:
@@ -199,9 +199,12 @@ def change_and_save(args: argparse.Namespace, config: "MoonshotConfig", started:
         pruner, references = load_pruner(args, config, device), dict[str, Any]()
         metric = pruner_metric(pruner, references)
         before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
-        lines = change(pruner, calibration, output)
-        record = {} if pruner.report is None else {"record": pruner.report.record}
+        tokenizer, lines = pruner.tokenizer, change(pruner, calibration, output)
+        comparable = pruner.tokenizer is tokenizer or metric.name != "perplexity"
+        record = {"record": pruner.report.record} if pruner.report is not None and comparable else {}
         lines += pruner_metric(pruner, references).changes(before, **record)
+        if before and not comparable:
+            lines.append("note        per token, which other vocabularies make incomparable")
         output.begin()
         pruner.save_pretrained(output.path)
         output.finish()

@@ -24,7 +24,18 @@ from ..errors import MoonshotError, Option, Text, check_whole, require
 from .batches import Batch, digest, sample_count, spread_samples, take
 from .batches import batch_size as samples_of
 from .chat import render
-from .sources import CORPORA, TEXT_SPLITS, Document, ModelInputs, Texts, describe, open_source, read_texts, short_name
+from .sources import (
+    CORPORA,
+    HUB_DOCUMENTS,
+    TEXT_SPLITS,
+    Document,
+    ModelInputs,
+    Texts,
+    describe,
+    open_source,
+    read_texts,
+    short_name,
+)
 
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Usable = Callable[[Batch], Tensor]  # bool [B], True for the samples of a batch that a run can use
@@ -120,6 +131,22 @@ def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None
     if any(not isinstance(document, str) for document in documents):
         joiner = ""
     return joiner.join(_strings(documents, tokenizer)), None if corpus is None else corpus.windows
+
+
+def all_texts(source: Any, tokenizer: Any) -> Iterator[str]:
+    """All texts of a source in order, of a streamed corpus the first `HUB_DOCUMENTS`.
+
+    Conversations are rendered by the tokenizer's chat template.
+
+    Raises:
+        MoonshotError: data that does not exist, cannot be read, or is not text.
+    """
+    opened = open_source(source)
+    if not isinstance(opened, Texts):
+        raise MoonshotError(f"{describe(source)} contains model inputs", hint="give text")
+    documents = islice(opened.read(None), HUB_DOCUMENTS if opened.long_only else None)
+    joiner = opened.joiner or ""
+    return (text + joiner for text in _strings(documents, tokenizer))
 
 
 def separate_texts(source: Any, tokenizer: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from ..rotate.report import RotationReport
 from ..runtime.packed_module import is_packed
+from ..shrink.report import ShrinkReport
 
 
 def compact_pruned(model: Any, report: PruneReport | None) -> tuple[Any, Compaction]:
@@ -46,3 +47,25 @@ def note_rotation(model: Any, report: PruneReport, rotation: RotationReport) -> 
     report.rotation, record = rotation, PruningRecord.of(model)
     if record is not None:
         dataclasses.replace(record, rotation=rotation.summary()).attach(model)
+
+
+def note_vocabulary(model: Any, report: PruneReport | None, shrunk: ShrinkReport) -> None:
+    """Add a smaller vocabulary to the report of a pruned model, if there is one, and to its record."""
+    record, summary = PruningRecord.of(model), shrunk.summary()
+    if report is not None:
+        earlier = shrunk if report.shrink is None else report.shrink
+        report.shrink = dataclasses.replace(earlier, vocabulary=shrunk.vocabulary)
+        summary = report.shrink.summary()
+    if record is not None:
+        dataclasses.replace(record, shrink=summary).attach(model)
+
+
+def remove_tokens(report: PruneReport, shrunk: ShrinkReport) -> None:
+    """Subtract the tokens that were removed from a pruned model from the sizes in its report."""
+    fewer, smaller = (before - after for before, after in (shrunk.parameters, shrunk.bytes))
+    report.parameters -= fewer
+    report.other_bytes = None if report.other_bytes is None else report.other_bytes - smaller
+    if report.shrink is not None:
+        sizes = {"parameters": shrunk.parameters[1], "bytes": shrunk.bytes[1]}
+        changes: dict[str, Any] = {name: (getattr(report.shrink, name)[0], after) for name, after in sizes.items()}
+        report.shrink = dataclasses.replace(report.shrink, **changes)

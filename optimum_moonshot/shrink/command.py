@@ -4,7 +4,14 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..commands.common import add_data_option, add_model_options, add_output_options, import_modules, usage_errors
+from ..commands.common import (
+    add_data_option,
+    add_model_options,
+    add_output_options,
+    check_data,
+    import_modules,
+    usage_errors,
+)
 from ..commands.method_options import add_calibration_options, add_method_options, make_config
 from ..commands.output import RESUMED_HELP, Output, change_and_save
 
@@ -35,7 +42,9 @@ WITHOUT = (
 def add_shrink_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_output_options(parser, f"folder for the smaller model; {RESUMED_HELP}")
-    group = parser.add_argument_group("target", "exactly one")
+    text = "tokens that remain: those of this text (like --calibration), or the N most frequent ones of --calibration"
+    parser.add_argument("--vocabulary", metavar="TEXT|N", help=f"{text}; needs no target, and takes seconds alone")
+    group = parser.add_argument_group("target", "exactly one, or none with --vocabulary")
     text = "of the smaller model: a fraction of the dense one's up to 1, or a number"
     group.add_argument("--parameters", type=float, metavar="N", help=text)
     group.add_argument(
@@ -62,17 +71,27 @@ def shrink(args: argparse.Namespace) -> None:
     with usage_errors():
         target = {name: getattr(args, name) for name in ("parameters", "latency")}
         target["bytes"] = _number(args.bytes)
-        Target.of(**target)
+        vocabulary = _vocabulary(args.vocabulary)
+        Target.optional(vocabulary is None, **target)
         check_batch_shape(args.batch_shape)
     args.solver, args.pattern, args.sparsity = getattr(args, "solver", "osscar"), "structured", 0.0
     config = make_config(args)
 
     def change(pruner: "MoonshotPruner", calibration: Any, output: Output) -> list[str]:
         options = {"batch_shape": tuple(args.batch_shape), "hidden_multiple": args.hidden_multiple}
+        options["vocabulary"] = vocabulary
         report = pruner.shrink(calibration, **target, **options, resume_dir=output.work(several=True))
         return [report.table(), ""]
 
     change_and_save(args, config, start, change)
+
+
+def _vocabulary(text: str | None) -> int | str | None:
+    """A number of tokens, or the name of a text, which must exist."""
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    check_data("vocabulary", [text])
+    return text
 
 
 def _number(size: str | None) -> float | str | None:

@@ -1,10 +1,43 @@
-"""The report of a decision: the parts of a model to remove, their predicted loss, and the alternatives."""
+"""The report of a smaller model: its vocabulary, the parts to remove, their predicted loss, and the alternatives."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from ..reports.json_files import JsonFields, Size
+from ..reports.json_files import Amount, JsonFields, Size, load_json, save_json
 from ..reports.tables import text_table
+
+SHRINK_NAME = "moonshot_shrink.json"  # of a model in which nothing but the vocabulary is smaller
+VOCABULARY = "vocabulary"
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyReport(JsonFields):
+    """A smaller vocabulary, with which text of the remaining tokens is tokenized as before."""
+
+    source: str  # of the text whose tokens were counted
+    tokens: tuple[Size, Size]  # embeddings before and after
+    parameters: tuple[Size, Size]  # of the whole model, before and after
+    bytes: tuple[Size, Size]
+    characters: Size  # of the tenth of the text that was not counted, to measure the cost of other text
+    tokens_per_character: tuple[float, float]  # of that tenth, before and with the tokens of the other nine
+    seconds: Amount
+
+    def line(self) -> str:
+        """One line of text."""
+        (old, new), (before, after) = self.tokens, self.tokens_per_character
+        cost = f"{before:.4f} → {after:.4f} tokens per character ({after / before - 1:+.1%})"
+        return f"vocabulary {old:,} → {new:,} tokens of {self.source}; {cost} on other text"
+
+    def alone(self) -> "ShrinkReport":
+        """The report of a model in which nothing else is smaller, without a target.
+
+        Text of the remaining tokens loses nothing.
+        """
+        (before, after), (old, new) = self.parameters, self.tokens
+        chosen = Candidate((VOCABULARY,), {VOCABULARY: old - new}, 0.0, after)
+        sizes: dict[str, Any] = {"parameters": self.parameters, "bytes": self.bytes, VOCABULARY: self}
+        return ShrinkReport("parameters", after, before, chosen, (), {}, (chosen,), {}, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +72,12 @@ class ShrinkReport(JsonFields):
     batch_shape: tuple[int, int] | None = None  # samples and tokens, for a target in seconds
     merged: tuple[int, ...] = ()  # removed blocks that the blocks before them replace by a linear map
     seconds: tuple[float, float] | None = None  # of a forward pass before and after, for a target in seconds
+    vocabulary: VocabularyReport | None = None  # if it changes
 
     def line(self) -> str:
         """One line of text."""
-        changes = [f"{name} {before} → {after}" for name, (before, after) in self.widths.items() if before != after]
+        changes = [] if self.vocabulary is None else [self.vocabulary.line()]
+        changes += [f"{name} {before} → {after}" for name, (before, after) in self.widths.items() if before != after]
         changes += [] if self.hidden_size is None else ["hidden size {} → {}".format(*self.hidden_size)]
         deleted = [block for block in self.blocks if block not in self.merged]
         changes += [f"without blocks {', '.join(map(str, deleted))}"] if deleted else []
@@ -80,5 +115,20 @@ class ShrinkReport(JsonFields):
         widths = {name: list(change) for name, change in self.widths.items()}
         target = {"unit": self.unit, "budget": self.budget, "dense": self.dense}
         hidden = {} if self.hidden_size is None else {"hidden_size": list(self.hidden_size)}
-        parts = {"blocks": list(self.blocks), "merged": list(self.merged), "widths": widths, **hidden}
+        vocabulary = {} if self.vocabulary is None else {VOCABULARY: list(self.vocabulary.tokens)}
+        blocks = {"blocks": list(self.blocks), "merged": list(self.merged)}
+        parts = {**blocks, "widths": widths, **hidden, **vocabulary}
         return {**target, **parts, "predicted_loss": self.chosen.loss}
+
+    def save(self, folder: Path) -> Path:
+        """Write moonshot_shrink.json into a folder."""
+        return save_json(self.to_dict(), folder / SHRINK_NAME)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ShrinkReport":
+        """Read a saved report.
+
+        Raises:
+            MoonshotError: there is no such file, or it is damaged.
+        """
+        return load_json(cls.from_dict, "a smaller vocabulary", Path(folder) / SHRINK_NAME)

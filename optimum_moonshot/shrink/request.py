@@ -63,9 +63,7 @@ class Shrinking:
 
     def cost_of(self, model: PreTrainedModel) -> float:
         """The cost of a smaller model, in the unit of the target."""
-        if self.target.field == "latency":
-            return model_latency(model, self.batch_shape)
-        return dense_cost(model, self.target.unit)
+        return model_cost(model, self.target, self.batch_shape)
 
     def of_narrowed(self, model: PreTrainedModel, basis: Tensor, dense: float) -> "Shrinking":
         """The request for the remaining parts of the model with a smaller hidden size.
@@ -90,6 +88,11 @@ class Shrinking:
                     RunFolder.remove_all(folder)
             with contextlib.suppress(OSError):  # it has other files
                 self.resume_dir.rmdir()
+
+
+def model_cost(model: PreTrainedModel, target: Target, batch_shape: tuple[int, int]) -> float:
+    """The cost of a model in the unit of a target, in seconds for a forward pass of this shape."""
+    return model_latency(model, batch_shape) if target.field == "latency" else dense_cost(model, target.unit)
 
 
 def check_request(

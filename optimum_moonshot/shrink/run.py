@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..config import MoonshotConfig
 from ..errors import MoonshotError
 from ..model.calls import Forward, called_by
+from ..pipeline.run_context import run_context
 from ..pipeline.selection import Subject
 from ..prune.run import Discard
 from ..reports.prune_report import PruneReport
@@ -19,11 +20,85 @@ from .decision import Tables, decide, without_set
 from .hidden import Narrowed, narrow
 from .measurements import measure_parts
 from .parts import apply_decision, attach_decision, without_blocks
-from .request import Shrinking, check_request
+from .report import ShrinkReport, VocabularyReport
+from .request import Shrinking, check_request, model_cost
 from .target import Target
+from .vocabulary import check_calibration, reduce_vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """A smaller model with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    report: PruneReport | ShrinkReport  # the latter if nothing but the vocabulary is smaller
+    discard: Discard = lambda: None
+    replaced_files: frozenset[str] = frozenset()  # of the vocabulary, beside the weights of the original model
 
 
 def shrink_model(
+    subject: Subject,
+    config: MoonshotConfig,
+    calibration: Any,
+    target: Target | None,
+    batch_shape: tuple[int, int],
+    forward: Forward | None,
+    resume_dir: str | os.PathLike[str] | None,
+    hidden_multiple: int | None = None,
+    vocabulary: Any = None,
+) -> Shrunk:
+    """Implement `MoonshotPruner.shrink`; the subject's model is unchanged. Without a target, the vocabulary alone.
+
+    Raises:
+        MoonshotError: a target that cannot be reached, a configuration or model that does not fit, or bad data.
+    """
+    calibration = config.calibration if calibration is None else calibration
+    if target is not None:
+        check_request(subject, config, calibration, target, batch_shape, hidden_multiple)
+    if isinstance(calibration, Iterator):  # it is read twice
+        calibration = list(calibration)
+    options = (batch_shape, forward, resume_dir, hidden_multiple)
+    if vocabulary is None:
+        assert target is not None
+        return _shrink_parts(subject, config, calibration, target, *options)
+    if target is not None:
+        check_calibration(calibration)
+    smaller, model = reduce_vocabulary(subject, vocabulary, calibration), subject.model
+    assert isinstance(model, PreTrainedModel)
+    if target is None:
+        return Shrunk(smaller.model, smaller.tokenizer, smaller.report.alone(), replaced_files=smaller.files)
+    dense, cost = (model_cost(one, target, batch_shape) for one in (model, smaller.model))
+    budget = target.budget(dense)
+    if cost <= budget:
+        report = smaller.report.alone()
+        chosen = dataclasses.replace(report.chosen, cost=cost)
+        changes: dict[str, Any] = dict(
+            unit=target.unit, budget=budget, dense=dense, chosen=chosen, considered=(chosen,)
+        )
+        report = dataclasses.replace(report, **changes)
+        return Shrunk(smaller.model, smaller.tokenizer, report, replaced_files=smaller.files)
+    subject = dataclasses.replace(subject, model=smaller.model, tokenizer=smaller.tokenizer)
+    with run_context(subject, config.offload_dir, forward, "shrink") as subject:
+        target = dataclasses.replace(target, dense=dense)
+        shrunk = _shrink_parts(subject, config, calibration, target, *options)
+    _add_vocabulary(shrunk, smaller.report, dense)
+    return dataclasses.replace(shrunk, replaced_files=smaller.files)
+
+
+def _add_vocabulary(shrunk: Shrunk, smaller: VocabularyReport, dense: float) -> None:
+    """Add the vocabulary to the report of a model that other parts were removed from afterwards."""
+    report = shrunk.report
+    assert isinstance(report, PruneReport) and report.shrink is not None and report.compaction is not None
+    sizes: dict[str, Any] = {
+        name: (getattr(smaller, name)[0], getattr(report.shrink, name)[1]) for name in ("parameters", "bytes")
+    }
+    report.shrink = dataclasses.replace(report.shrink, dense=dense, vocabulary=smaller, **sizes)
+    report.compaction = {**report.compaction, "parameters": list(sizes["parameters"])}
+    attach_decision(shrunk.model, report)
+
+
+def _shrink_parts(
     subject: Subject,
     config: MoonshotConfig,
     calibration: Any,
@@ -31,18 +106,10 @@ def shrink_model(
     batch_shape: tuple[int, int],
     forward: Forward | None,
     resume_dir: str | os.PathLike[str] | None,
-    hidden_multiple: int | None = None,
-) -> tuple[PreTrainedModel, PruneReport, Discard]:
-    """Like `MoonshotPruner.shrink`, but return a new, smaller model with its report; the subject's model is unchanged.
-
-    Raises:
-        MoonshotError: a target that cannot be reached, a configuration or model that does not fit, or bad data.
-    """
+    hidden_multiple: int | None,
+) -> Shrunk:
+    """Remove the parts of a model with the least loss: blocks, neurons, heads, experts, directions of the stream."""
     started = time.perf_counter()
-    calibration = config.calibration if calibration is None else calibration
-    check_request(subject, config, calibration, target, batch_shape, hidden_multiple)
-    if isinstance(calibration, Iterator):  # it is read twice
-        calibration = list(calibration)
     folder, shape = None if resume_dir is None else Path(resume_dir), (batch_shape[0], batch_shape[1])
     run = Shrinking(subject, config, calibration, target, shape, forward, folder, hidden_multiple)
     tables, hidden, measured = measure_parts(run)
@@ -57,7 +124,7 @@ def shrink_model(
         model, report = shrink_narrowed(run, tables, narrowed, measured)
     deciding = time.perf_counter() - started - report.seconds["total"]
     report.seconds = {"decision": deciding, **report.seconds, "total": time.perf_counter() - started}
-    return model, report, run.discard
+    return Shrunk(model, subject.tokenizer, report, run.discard)
 
 
 def remove_parts(run: Shrinking, tables: Tables, measured: Mapping[str, float]) -> tuple[PreTrainedModel, PruneReport]:

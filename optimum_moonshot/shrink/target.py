@@ -43,6 +43,11 @@ class Target:
         require(0 < value < math.inf, hint, field=field, value=value)
         return cls(field, value)
 
+    @classmethod
+    def optional(cls, required: bool, **values: Any) -> "Target | None":
+        """Like `of`, but None without a value, unless one is required."""
+        return cls.of(**values) if required or any(value is not None for value in values.values()) else None
+
     @property
     def unit(self) -> str:
         return UNITS[self.field]

@@ -1,0 +1,253 @@
+"""A tokenizer with fewer tokens, which tokenizes every text of the remaining tokens as before.
+
+* BPE merges the adjacent pair of lowest rank. If a token stays with everything that any merge on its way is made of,
+  the merges of a text whose tokens stay are all there, and each is still the first of those that apply.
+* Unigram takes the path of the highest score, which stays the best when others are removed. An unknown character costs
+  10 more than the lowest score of the vocabulary, so a token with the lowest score stays too.
+* WordPiece takes the longest token that matches, which stays the longest.
+
+All single characters and bytes stay, so any text can still be spelled, with more tokens.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..errors import MoonshotError, reason, require
+
+KINDS = ("BPE", "Unigram", "WordPiece")
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+OTHER_FILES = (
+    "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model",
+    "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
+)  # fmt: skip
+BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+# Products on GPUs are fastest with sizes that 64 divides, and tensor parallelism divides the vocabulary further.
+MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a fast tokenizer, by their ids, and how they are made of each other."""
+
+    spec: Mapping[str, Any]  # the content of tokenizer.json
+    embedded: int  # number of embeddings; a token with a higher id has none
+
+    @classmethod
+    def of(cls, tokenizer: Any, embedded: int) -> "Tokens":
+        """The tokens of a tokenizer of transformers.
+
+        Raises:
+            MoonshotError: it has no tokenizer.json, another kind of model, or tokens without embeddings.
+        """
+        name, backend = type(tokenizer).__name__, getattr(tokenizer, "backend_tokenizer", None)
+        hint = "load the fast tokenizer of the model, with its tokenizer.json"
+        require(hasattr(backend, "to_str"), f"{name} has no tokenizer.json", field="tokenizer", hint=hint)
+        try:
+            spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        except Exception as error:  # tokenizers raises a plain one for components in Python
+            raise MoonshotError(f"{name} cannot be saved ({reason(error)})", field="tokenizer") from error
+        kind = spec["model"].get("type")
+        why = "a word that is removed cannot be spelled by others" if kind == "WordLevel" else "its kind is unknown"
+        require(kind in KINDS, f"{name} is a {kind} tokenizer: {why}", field="tokenizer", hint=f"use {KINDS}")
+        tokens = cls(spec, embedded)
+        beyond = next((piece for number, piece in tokens.pieces.items() if number >= embedded), None)
+        require(beyond is None, f"the model has no embedding of the token {beyond!r}", field="tokenizer")
+        return tokens
+
+    @property
+    def _model(self) -> Mapping[str, Any]:
+        return self.spec["model"]
+
+    @cached_property
+    def pieces(self) -> dict[int, str]:
+        """The tokens into which the model divides text."""
+        vocabulary = self._model["vocab"]
+        if isinstance(vocabulary, list):
+            return {number: piece for number, (piece, _) in enumerate(vocabulary)}
+        return {number: piece for piece, number in vocabulary.items()}
+
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """Special tokens, and others that are found in the text before it is divided."""
+        return {token["id"]: token["content"] for token in self.spec["added_tokens"]}
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens with an embedding, as a tokenizer numbers them: those of the model first."""
+        added = sorted(number for number in self.added if number not in self.pieces and number < self.embedded)
+        return [*sorted(self.pieces), *added]
+
+    @cached_property
+    def _merges(self) -> list[tuple[str, str, str]]:
+        """The two sides of every merge and the token that it makes."""
+        prefix = len(self._model.get("continuing_subword_prefix") or "")
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in self._model.get("merges", ()))
+        return [(left, right, left + right[prefix:]) for left, right in pairs]
+
+    @cached_property
+    def _made_of(self) -> dict[int, set[int]]:
+        """Token → both sides of all merges that make it."""
+        made_of: dict[int, set[int]] = {}
+        vocabulary = self._model["vocab"] if self._merges else {}
+        for left, right, made in self._merges:
+            made_of.setdefault(vocabulary[made], set()).update((vocabulary[left], vocabulary[right]))
+        return made_of
+
+    def _units(self, piece: str) -> list[str]:
+        """The single characters of a token, with the marks that they have at their places in a word."""
+        names = ("continuing_subword_prefix", "end_of_word_suffix")
+        prefix, suffix = (self._model.get(name) or "" for name in names)
+        continues = bool(prefix) and len(piece) > len(prefix) and piece.startswith(prefix)
+        ends = bool(suffix) and len(piece) > len(suffix) and piece.endswith(suffix)
+        body = piece[len(prefix) * continues : len(piece) - len(suffix) * ends]
+        units = [prefix * (index > 0 or continues) + letter for index, letter in enumerate(body)]
+        return [*units[:-1], units[-1] + suffix * ends] if units else [piece]
+
+    @cached_property
+    def base(self) -> set[int]:
+        """The tokens that every smaller vocabulary has, without those that they are made of."""
+        texts, bytes_too = set(self.pieces.values()), bool(self._model.get("byte_fallback"))
+        base = {number for number in self.added if number < self.embedded}
+        for number, piece in self.pieces.items():
+            units = self._units(piece)
+            spelled = len(units) > 1 and (bytes_too or texts.issuperset(units))
+            if not spelled or (bytes_too and piece in BYTES) or piece == self._model.get("unk_token"):
+                base.add(number)
+        if self._model["type"] == "Unigram":
+            scores = [score for _, score in self._model["vocab"]]
+            base.add(scores.index(min(scores)))
+            base.update([] if self._model["unk_id"] is None else [self._model["unk_id"]])
+        return base
+
+    def with_parts(self, tokens: Iterable[int], present: frozenset[int] | set[int] = frozenset()) -> set[int]:
+        """Tokens with all that they are made of, without those that are present already."""
+        result, stack = set[int](), [token for token in tokens if token not in present]
+        while stack:
+            token = stack.pop()
+            if token not in result:
+                result.add(token)
+                stack += self._made_of.get(token, set()) - present
+        return result
+
+    def choose(self, counts: Mapping[int, int], always: Iterable[int], count: int | None) -> list[int]:
+        """The tokens of a smaller vocabulary, in the order of `ids`.
+
+        Args:
+            counts: how often text uses each token.
+            always: tokens that remain in any case, beside `base`.
+            count: number of tokens: the most frequent ones. None: all that the text uses, rounded up to a multiple of
+                `MULTIPLE` by the next ones of the vocabulary, since a row without a token would be wasted.
+
+        Raises:
+            MoonshotError: no token would be removed, or the tokens that always remain are more than `count`.
+        """
+        everything = self.ids
+        remaining = self.with_parts(chain(self.base, always))
+        fewer = count is None or count < self.embedded
+        require(fewer, f"the model has {self.embedded:,} tokens", field="vocabulary", value=count, hint="give fewer")
+        if count is None:
+            remaining |= self.with_parts(counts, remaining)
+            count = -(-len(remaining) // MULTIPLE) * MULTIPLE
+        message = f"characters, bytes and special tokens, which always remain, are {len(remaining):,} tokens"
+        require(len(remaining) <= count, message, field="vocabulary", value=count, hint="give more")
+        frequent = sorted(counts, key=lambda token: (-counts[token], token))
+        for token in chain(frequent, everything):
+            if len(remaining) == count:
+                break
+            missing = self.with_parts([token], remaining)
+            if len(remaining) + len(missing) <= count:
+                remaining |= missing
+        message = "the text uses almost all tokens of the vocabulary"
+        require(len(remaining) < self.embedded, message, field="vocabulary", hint="give less text, or a number")
+        return [token for token in everything if token in remaining]
+
+    def renumbered(self, tokens: list[int]) -> dict[int, int]:
+        """Old → new ids of the tokens of a smaller vocabulary; those without an embedding follow."""
+        without = sorted(number for number in self.added if number >= self.embedded)
+        return {old: new for new, old in enumerate([*tokens, *without])}
+
+    def smaller(self, tokenizer: Any, tokens: list[int]) -> Any:
+        """The tokenizer with some of the tokens, as `from_pretrained` loads it from its files.
+
+        Raises:
+            MoonshotError: its class does not load the smaller vocabulary as it was saved.
+        """
+        numbers = self.renumbered(tokens)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            tokenizer.save_pretrained(folder)
+            for path in folder.iterdir():  # such as vocab.txt, from which some classes would load instead
+                if path.name in vocabulary_files(tokenizer) - {TOKENIZER_FILE, SETTINGS_FILE}:
+                    path.unlink()
+            (folder / TOKENIZER_FILE).write_text(json.dumps(self._spec(numbers), ensure_ascii=False), encoding="utf-8")
+            settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+            if "added_tokens_decoder" in settings:
+                named = settings["added_tokens_decoder"].items()
+                settings["added_tokens_decoder"] = {str(numbers[int(old)]): token for old, token in named}
+                (folder / SETTINGS_FILE).write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+            loaded = type(tokenizer).from_pretrained(folder)
+        loaded.name_or_path = tokenizer.name_or_path
+        names = self.pieces | self.added
+        expected = {names[old]: new for old, new in numbers.items()}
+        message = f"{type(tokenizer).__name__} gives the tokens of a smaller vocabulary other ids"
+        require(loaded.get_vocab() == expected, message, field="tokenizer")
+        return loaded
+
+    def _spec(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """The content of tokenizer.json with the tokens that have new numbers."""
+        model = dict(self._model)
+        remaining = {piece: numbers[number] for number, piece in self.pieces.items() if number in numbers}
+        if isinstance(model["vocab"], list):
+            model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in numbers]
+            model["unk_id"] = numbers.get(model["unk_id"])
+        else:
+            model["vocab"] = remaining
+        if self._merges:
+            merges = zip(model["merges"], self._merges, strict=True)
+            model["merges"] = [merge for merge, three in merges if remaining.keys() >= set(three)]
+        added = [{**token, "id": numbers[token["id"]]} for token in self.spec["added_tokens"]]
+        rest = {name: _renumbered(value, numbers) for name, value in self.spec.items() if name != "model"}
+        return {**rest, "added_tokens": added, "model": model}
+
+
+def _renumbered(value: Any, numbers: Mapping[int, int], name: str = "") -> Any:
+    """A post-processor or padding with new ids: in lists `ids`, in `pad_id`, and in pairs of a token and its id."""
+    if isinstance(value, dict):
+        return {key: _renumbered(entry, numbers, key) for key, entry in value.items()}
+    if name == "ids":
+        return [numbers[number] for number in value]
+    if name == "pad_id":
+        return numbers.get(value, 0)
+    if name in ("sep", "cls") and isinstance(value, list):
+        return [value[0], numbers[value[1]]]
+    return [_renumbered(entry, numbers) for entry in value] if isinstance(value, list) else value
+
+
+def vocabulary_files(tokenizer: Any) -> frozenset[str]:
+    """The files of a tokenizer's vocabulary, also in formats of other libraries, which name its tokens by ids."""
+    return frozenset((TOKENIZER_FILE, SETTINGS_FILE, *OTHER_FILES, *tokenizer.vocab_files_names.values()))
+
+
+def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Token ids of whole texts, without BOS; the truncation and padding of the tokenizer's files stay set."""
+    backend = tokenizer.backend_tokenizer
+    truncation, padding = backend.truncation, backend.padding
+    options = dict(add_special_tokens=False, truncation=False, padding=False, return_attention_mask=False)
+    ids: list[list[int]] = tokenizer(texts, **options, verbose=False)["input_ids"]
+    if truncation is not None:
+        backend.enable_truncation(**truncation)
+    if padding is not None:
+        backend.enable_padding(**padding)
+    return ids
+
+
+def count_tokens(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
+    """How often texts use each token."""
+    return Counter(chain.from_iterable(ids for text in texts for ids in token_ids(tokenizer, [text])))
