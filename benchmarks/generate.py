@@ -4,12 +4,14 @@
     python benchmarks/generate.py --layers 4         # a quarter of it
     python benchmarks/generate.py --quantized        # survivors in 8, 4 and 3 bits, and the layers of torch and torchao
     python benchmarks/generate.py --quantized --only dense "2:4 int4" "torchao int4" --threads 1
+    python benchmarks/generate.py --model .venv/real/SmolLM2-135M-Instruct --only dense "int4 e16" "int4 e8" "int4 e4"
     python benchmarks/generate.py --plot quantized_generate
 
-Speed and memory do not depend on the mask, so the weights are random. Each setting is loaded in a separate process, and
-all of these processes measure in turns, one at a time, so that other load affects all settings; figures are medians
-over the rounds. Memory is the resident size that loading adds, once every weight has been read. The alternatives of
-torch and torchao convert the dense checkpoint after loading; their files are those of `torch.save`.
+"e16" is a packed model whose word embeddings and head stay in 16 bits; without it they have 8. Speed and memory do not
+depend on the mask, so the weights are random, or those of a model, pruned by magnitude. Each setting is loaded in a
+separate process, and all of these processes measure in turns, one at a time, so that other load affects all settings;
+figures are medians over the rounds. Memory is the resident size that loading adds, once every weight has been read. The
+alternatives of torch and torchao convert the dense checkpoint after loading; their files are those of `torch.save`.
 """
 
 import argparse
@@ -30,11 +32,11 @@ import torch
 from alternatives import ALTERNATIVES, available, convert_layers, tensor_bytes
 from checkpoint import memory
 from common import RESULTS, parser, versions, write
-from random_weights import imitate_pruning, save
+from random_weights import Setting, imitate_pruning, save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from optimum_moonshot import load_pruned
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
 from optimum_moonshot.devices import wait_for
 
 DENSE = "dense"
@@ -48,8 +50,23 @@ def runtime_of(setting: str) -> str:
     return setting if setting in (DENSE, *ALTERNATIVES) else "packed"
 
 
-def make(root: Path, settings: list[str], layers: int, sizes: dict[str, int] = SIZES) -> None:
-    """Save a checkpoint of each packed setting, and a dense one, in folders of `root` by their place in `settings`."""
+def make(
+    root: Path, settings: list[str], layers: int, source: str | None = None, sizes: dict[str, int] = SIZES
+) -> None:
+    """Save a checkpoint of each packed setting, and a dense one, in folders of `root` by their place in `settings`.
+
+    They are those of the model in a folder, the `source`, or of a random one.
+    """
+    if source is not None:
+        for place, setting in enumerate(settings):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+            if setting == DENSE:
+                model.save_pretrained(root / DENSE)
+            elif runtime_of(setting) == "packed":
+                pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", **Setting.of(setting).options))
+                pruner.prune(progress=False)
+                pruner.save_pretrained(root / str(place), format="packed")
+        return
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=2048, tie_word_embeddings=True)
     torch.set_default_dtype(torch.bfloat16)
@@ -210,7 +227,8 @@ def picture(results: dict, path: Path) -> None:
 
 def parse() -> argparse.Namespace:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--layers", type=int, default=16)
+    arguments.add_argument("--model", metavar="FOLDER", help="measure this model; default: a random Llama")
+    arguments.add_argument("--layers", type=int, default=16, help="of the random Llama")
     kinds = "dense, packed settings such as 0.8 or 2:4 int4, and layers of torch and torchao"
     arguments.add_argument("--settings", "--only", nargs="+", default=[DENSE, "2:4", "0.8"], help=kinds)
     arguments.add_argument("--prompt", type=int, default=128, help="tokens before the first one is written")
@@ -240,7 +258,7 @@ def main() -> None:
     options.settings = available(options.settings)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        maker = CONTEXT.Process(target=make, args=(root, options.settings, options.layers))
+        maker = CONTEXT.Process(target=make, args=(root, options.settings, options.layers, options.model))
         maker.start()
         maker.join()
         if maker.exitcode:

@@ -251,7 +251,7 @@ def generated(tiny: bool) -> Rows:
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2} if tiny else {}
     new, rates = 2 if tiny else 128, {}
     with tempfile.TemporaryDirectory() as folder:
-        generation.make(Path(folder), settings, 1 if tiny else 16, sizes)
+        generation.make(Path(folder), settings, 1 if tiny else 16, sizes=sizes)
         for place, setting in enumerate(settings):
             model = generation.load(setting, Path(folder), place).to(DEVICE)
             generation.generate(model, 4, 2)

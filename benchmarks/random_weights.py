@@ -1,4 +1,4 @@
-"""Settings of packed weights by name, such as "2:4 int4", and random weights for them, on the grid, without a solve.
+"""Settings of packed weights by name, such as "2:4 int4" or "int4 e16", and random weights on the grid for them.
 
 Speed, memory and bytes of files depend on the pattern and the bits, not on the values.
 """
@@ -14,11 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.checkpoint.compressed_tensors import export_files
 from optimum_moonshot.checkpoint.packed_files import pack_files
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.model.word_embeddings import rounded_to, word_embeddings
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.packing import Codec, Quantized, find_codec
+from optimum_moonshot.reports.record import PruningRecord
 
-_NAME = re.compile(r"(?:(\d+):(\d+)|(0\.\d+))?(?:(?:^| )int([348]))?")
+_NAME = re.compile(r"(?:(\d+):(\d+)|(0\.\d+))?(?:(?:^| )int([348]))?(?: e(16|8|4))?")
 
 
 class Setting(NamedTuple):
@@ -26,24 +29,25 @@ class Setting(NamedTuple):
 
     pattern: NM | Unstructured
     bits: int | None  # None: bits of the dtype
+    embedding_bits: int = 8
 
     @staticmethod
     def of(name: str) -> "Setting":
-        """Parse "2:4", "0.8", "2:4 int8", "0.8 int4", or "int4", which removes nothing."""
+        """Parse "2:4", "0.8", "2:4 int8", "int4", which removes nothing, or "int4 e16", of the embeddings."""
         match = _NAME.fullmatch(name)
         if not name or match is None:
             raise ValueError(f"{name!r} is no setting: give 2:4, 0.8, int4, or a pattern and bits, such as 2:4 int4")
-        n, m, sparsity, bits = match.groups()
+        n, m, sparsity, bits, embedding_bits = match.groups()
         pattern = NM(int(n), int(m)) if n else Unstructured(float(sparsity or 0))
-        return Setting(pattern, int(bits) if bits else None)
+        return Setting(pattern, int(bits) if bits else None, int(embedding_bits or 8))
 
     @property
     def options(self) -> dict:
         """Of `MoonshotConfig`."""
+        bits = {"bits": self.bits, "embedding_bits": self.embedding_bits}
         if isinstance(self.pattern, NM):
-            return {"pattern": str(self.pattern), "bits": self.bits}
-        options = {"sparsity": self.pattern.sparsity} if self.pattern.sparsity else {"pattern": None}
-        return {**options, "bits": self.bits}
+            return {"pattern": str(self.pattern), **bits}
+        return {**({"sparsity": self.pattern.sparsity} if self.pattern.sparsity else {"pattern": None}), **bits}
 
     @property
     def nm(self) -> NM | None:
@@ -89,6 +93,9 @@ def imitate_pruning(model: LlamaForCausalLM, name: str) -> None:
             if shape not in weights:
                 weights[shape] = random_weight(*shape, setting.pattern, setting.grid(module.weight.dtype))
             module.weight.copy_(weights[shape])
+    grid = PruningRecord.require_of(model).embedding_grid
+    for embedding in () if grid is None else word_embeddings(model, find_structure(model).layers()):
+        embedding.write(rounded_to(grid, embedding.matrix))
 
 
 def save(model: LlamaForCausalLM, folder: Path, format: str = "packed") -> int:

@@ -53,6 +53,13 @@ SETTINGS = {f"{pattern}, {name}": {**PATTERNS[pattern], **METHODS[name]} for pat
 SETTINGS |= {f"{bits} bits, {name}": {"bits": bits, **METHODS[name]} for bits in (4, 3) for name in METHODS}
 SETTINGS |= {f"2:4 and 4 bits, {name}": {"pattern": "2:4", "bits": 4, **METHODS[name]} for name in METHODS}
 SETTINGS |= {f"shrink {share}": {"parameters": share} for share in (0.9, 0.75)}
+SETTINGS |= {
+    f"{bits} bits, magnitude, embeddings {embeddings}": {
+        "bits": bits, "solver": "magnitude", "embedding_bits": embeddings,
+    }
+    for bits in (8, 4)
+    for embeddings in (16, 8, 4)
+}  # fmt: skip
 SETTINGS["dense"] = {}
 PASS = "one pass"
 DECODED = 48  # tokens

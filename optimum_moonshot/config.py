@@ -18,7 +18,7 @@ from .errors import (
     truncated_repr,
 )
 from .objective.allocation_rules import PatternRules, check_allocation
-from .objective.grid import Grid
+from .objective.grid import BITS, Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
 from .options import (
     ALLOCATION,
@@ -33,6 +33,9 @@ from .options import (
     documented,
 )
 from .solvers.base import Solver, check_option, check_options, make_solver, options_of, solver_class, solver_names
+
+UNROUNDED = 16  # `embedding_bits` of embeddings that stay as they are
+EMBEDDING_BITS = (8, 4, UNROUNDED)
 
 
 class _SolverDefault(float):
@@ -58,6 +61,10 @@ class MoonshotConfig(Options):
         self._set_dense_pattern()
         check_values(self)
         _ = self.target_bytes_number, Grid(8 if self.bits is None else self.bits, self.quant_group)  # raise if invalid
+        if self.embedding_bits is None:
+            object.__setattr__(self, "embedding_bits", UNROUNDED)
+        bits = self.embedding_bits
+        self._require(type(bits) is int and bits in EMBEDDING_BITS, "embedding_bits", "give 8, 4, or 16 for none")
         check_allocation(self.allocation)
         self._check_combinations()
         if isinstance(self.allocation, dict):
@@ -106,6 +113,9 @@ class MoonshotConfig(Options):
             message = Text("{} determines the sparsity of each matrix; leave it out", chosen)
             self._require(self.pattern == Unstructured.kind, "pattern", message)
             self._require(not self.sparsity, "sparsity", message)
+        rounds = self.bits is not None or self.has_budget or self.embedding_bits != 4
+        message = Text("only a model with quantized layers has quantized embeddings; give {} too", "bits")
+        self._require(rounds, "embedding_bits", message)
         message = Text("{} removes weights from the groups that share a scale", pattern)
         hint = Text("quantize the smaller model in a second run, with {} alone", "bits")
         self._require(self.bits is None or not (structured or experts), "bits", message, hint)
@@ -180,6 +190,12 @@ class MoonshotConfig(Options):
     def grid(self) -> Grid | None:
         """`bits` and `quant_group` as one object; None without bits."""
         return None if self.bits is None else Grid(self.bits, self.quant_group)
+
+    @property
+    def embedding_grid(self) -> Grid | None:
+        """The grid of the word embeddings and the head, in float32; None if they are not rounded."""
+        rounds = (self.bits is not None or self.has_budget) and self.embedding_bits in BITS
+        return Grid(cast(int, self.embedding_bits), self.quant_group) if rounds else None
 
     @cached_property
     def target_bytes_number(self) -> int | None:

@@ -100,6 +100,13 @@ class Options:
         1, "neurons that are removed together, with --pattern structured", more="Heads are removed whole.", least=1
     )
     quant_group: int = option(128, "consecutive inputs that share a scale with --bits", more="A multiple of 64.")
+    embedding_bits: int | None = option(
+        8,
+        "bits of the word embeddings and the LM head, tied or not, with --bits or --target-bytes: 8, 4, or 16, which "
+        "leaves them as they are",
+        more="They are rounded to nearest after the run, with the scales of least error, one per `quant_group`. "
+        "Position embeddings stay as they are, and a head that `targets` selects is pruned instead. None is 16.",
+    )
 
     solver: str = option(
         "sparsegpt",

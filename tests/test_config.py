@@ -28,6 +28,7 @@ BAD = {
     "target_bytes": ["many", 0, -5, True],
     "bits_per_weight": [0, -1, "4", True, NAN, INF],
     "bits": [5, 0, -4, "4", 4.0, True],
+    "embedding_bits": [5, 3, 0, -8, "8", 8.0, True, 4],
     "quant_group": [0, -64, 100, 64.0, "128", None, True],
     "group_size": [0, -1, 2.0, "8", True, None, 8],
     "sparsity": [-0.1, 1.5, NAN, INF, "0.5", True, None],

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import require
+from ..errors import Option, Text, require
 from ..model.layers import PrunableLayer, other_parameters
+from ..model.word_embeddings import bytes_beside, word_embeddings
 from ..objective.grid import BITS, BLOCK, Grid
 from ..objective.loss_allocation import LossCurve, divide_bytes
 from ..objective.patterns import Pattern, Unstructured
@@ -105,16 +106,22 @@ def _budget(
     config: MoonshotConfig, layers: Mapping[str, PrunableLayer], model: nn.Module, least: float, weights: int
 ) -> float:
     """The budget of bytes for layers with this number of `weights`, which need at `least` so many bytes."""
+    smaller = ""
     if config.bits_per_weight is not None:
         budget = config.bits_per_weight * weights / 8
         bits = math.ceil(8000 * least / max(1, weights)) / 1000
         message, field, value = f"the smallest choices need {bits:g} bits per weight", "bits_per_weight", bits
     else:
-        others, target = other_parameters(model, layers.values()), config.target_bytes_number
+        target, pruned = config.target_bytes_number, [*layers.values()]
         assert target is not None
-        fixed = sum(parameter.nbytes for parameter in others) + HEADER_BYTES * (TENSORS * len(layers) + len(others))
+        grid = config.embedding_grid
+        packed = len(layers) + (0 if grid is None else len(word_embeddings(model, pruned)))
+        headers = TENSORS * packed + len(other_parameters(model, pruned))
+        fixed = bytes_beside(model, pruned, grid) + HEADER_BYTES * headers
         budget, value = target - fixed, math.ceil(least + fixed)
         message = f"the smallest choices need {value:,} bytes, {fixed:,} of them for other parameters and headers"
         field = "target_bytes"
-    require(least <= budget, message, field=field, value=getattr(config, field), hint=f"give at least {value}")
+        smaller = ", or word embeddings fewer bits, by {}" if grid is None or grid.bits > 4 else ""
+    hint = Text(f"give at least {value}{smaller}", *([Option("embedding_bits", 4)] if smaller else []))
+    require(least <= budget, message, field=field, value=getattr(config, field), hint=hint)
     return budget

@@ -25,7 +25,7 @@ from ..reports.record import PruningRecord
 from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport
 from .base_card import MARKER, Base, code, escaped, find_base, parted, printable, split, unescaped
-from .packed_files import pruned_layers
+from .packed_files import packed_weights
 
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _AFTER_EVALUATION = "## Size and cost"
@@ -50,7 +50,7 @@ def bytes_on_disk(model: nn.Module) -> tuple[int, int]:
     state = model.state_dict()
     dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
     # Tied weights count once.
-    unique = {model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()}
+    unique = {model.get_parameter(name): (name, layer) for name, layer in packed_weights(model).items()}
     layers = dict(unique.values())
     saved = 0
     for visit, names in by_visit(model, layers):
@@ -272,6 +272,7 @@ def _bits(report: PruneReport) -> dict[str, Any]:
         return {}
     sizes = {"bits_per_weight": report.bits_per_weight, "model_bits_per_weight": report.model_bits_per_weight}
     bits = sorted({layer.bits for layer in report.layers if layer.bits is not None})
+    sizes["embedding_bits"] = report.embedding_bits
     return {"bits": bits, **{name: round(size, 4) for name, size in sizes.items() if size is not None}}
 
 
@@ -291,6 +292,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     if report.quantized:
         bits = ", ".join(sorted({f"{layer.bits or 'unrounded'}" for layer in report.layers}))
         rows.append(("bits of the surviving weights", f"{bits}, one scale per {config['quant_group']} inputs of a row"))
+    if report.embedding_bits is not None:
+        rows.append(("bits of the word embeddings and the head", report.embedding_bits))
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
     if report.rotation is not None and report.rotation.rotated:

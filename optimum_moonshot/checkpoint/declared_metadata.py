@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from ..errors import MoonshotError, check_number, reason, require
 from ..model.layers import find_structure, named_layers
+from ..model.word_embeddings import word_embeddings
 from ..objective.allocation_rules import PatternRules
+from ..objective.grid import Grid
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord
 from .card import read_entry
-from .packed_files import pruned_layers
+from .packed_files import pruned_layers, shared_names
 from .pretrained import checkpoint_meta_model
 from .stored_weights import Zeros
 from .weight_files import Checkpoint
@@ -147,6 +149,7 @@ class WeightLocations:
     parameters: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # layers that are stored [d_in, d_out], or [experts, d_in, d_out]
     notes: tuple[str, ...] = ()
+    embeddings: Mapping[str, Grid] = field(default_factory=dict)  # name in the files of word embeddings → their grid
 
     def together(self, weights: list[str]) -> Iterator[tuple[tuple[str, ...], Conversion | None]]:
         """The stored weights, each alone or with those that transformers converts together with it."""
@@ -226,7 +229,19 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
         converted,
         {parameter: name for parameter, name in owners.items() if name},
         transposed,
+        embeddings=_embeddings(declared, model, {weight: stored.get(weight, "") for weight in weights}),
     )
+
+
+def _embeddings(declared: DeclaredMetadata, model: nn.Module, names: Mapping[str, str]) -> dict[str, Grid]:
+    """The stored word embeddings that config.json declares as rounded, with their grid; `names` in the model."""
+    grid = None if declared.record is None else declared.record.embedding_grid
+    if declared.record is None or grid is None:
+        return {}
+    layers = find_structure(model, declared.record.targets, declared.record.ignore).layers()
+    tied = shared_names(model)
+    embeddings = {name for embedding in word_embeddings(model, layers) for name in tied[embedding.name]}
+    return {weight: grid for weight, name in names.items() if name in embeddings}
 
 
 def _declared_layers(declared: DeclaredMetadata, model: nn.Module) -> list[str]:

@@ -1,9 +1,7 @@
 """Pack and unpack the pruned layers of a model in memory, and save a model with packed layers."""
 
-import logging
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -19,18 +17,18 @@ from ..errors import MoonshotError, check_choice, error_context, require
 from ..files import staged
 from ..model.layer_kinds import find_layer
 from ..model.offload import offloaded_from
-from ..packing import INPUTS, PackedLayer, Verdict
+from ..packing import INPUTS, PackedLayer
 from ..packing.codec import Parts
+from ..runtime.packed_embedding import PackedEmbedding
 from ..runtime.packed_linear import PackedLinear
-from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
+from ..runtime.packed_mixture import PackedMixture
 from ..runtime.packed_module import PackedMatrix, PackedModule
 from ..runtime.packed_module import is_packed as is_packed  # of the state that this file changes
-from .packed_files import FORMATS, check_reloads, pruned_layers, save_streamed
+from .packed_files import FORMATS, check_reloads, packed_weights, save_streamed, shared_names
+from .runtime_choice import DENSE, log_choices, matrices_of, packing_obstacle, packing_verdict, runtime_entry
 from .weight_files import RUNTIMES, MoonshotPrunedCheckpoint
 
-PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 _WEIGHT = "weight"
-_log = logging.getLogger(__name__)
 
 
 def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0]) -> dict[str, str]:
@@ -43,9 +41,9 @@ def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0])
     if not isinstance(model, PreTrainedModel):
         raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
     with _dense_shapes(model):
-        layers = pruned_layers(model)
+        layers, names = packed_weights(model), shared_names(model)
     if runtime != "dense":
-        return _pack(model, runtime, layers, inputs)
+        return _pack(model, runtime, layers, names, inputs)
     _unpack_all(model)
     return set_runtime(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}requested" for name in layers})
 
@@ -61,14 +59,20 @@ def set_runtime(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
             packed = is_packed(module)
             vars(module)["is_quantized"] = packed
             module.config.__dict__.pop("_is_quantized", None)
-            for name in ("save_pretrained", "num_parameters"):
-                if getattr(vars(module).get(name), "func", None) in (save_packed, _refuse_save, _num_parameters):
+            save = save_packed if module is model else _refuse_save
+            replaced = {
+                "save_pretrained": save,
+                "num_parameters": _num_parameters,
+                "tie_weights": _tie_weights,
+                "resize_token_embeddings": _refuse_resize,
+            }
+            for name in replaced:
+                if getattr(vars(module).get(name), "func", None) in (*replaced.values(), save_packed, _refuse_save):
                     del vars(module)[name]
             if packed:
                 module.config.__dict__["_is_quantized"] = True
                 # A partial is copied and pickled with its model; a bound method would refer to the original.
-                vars(module)["save_pretrained"] = partial(save_packed if module is model else _refuse_save, module)
-                vars(module)["num_parameters"] = partial(_num_parameters, module)
+                vars(module).update({name: partial(function, module) for name, function in replaced.items()})
     if is_packed(model):
         PackedQuantizer(MoonshotPrunedCheckpoint("packed")).attach(model)
     return chosen
@@ -106,81 +110,33 @@ class PackedQuantizer(HfQuantizer):
 def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Replaces `num_parameters` of a model with packed layers, whose packed weights are buffers."""
     parameters: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
-    packed = (matrix for module in _packed_layers(model).values() for matrix in module.packed.values())
-    return parameters + (0 if only_trainable else sum(prod(matrix.shape) for matrix in packed))
+    modules = [] if only_trainable else _packed_layers(model).values()
+    counted = [module for module in modules if not (exclude_embeddings and isinstance(module.owner, PackedEmbedding))]
+    return parameters + sum(prod(matrix.shape) for module in counted for matrix in module.owned.values())
 
 
-def packing_obstacle(module: nn.Module, layer: PackedLayer, shared: bool) -> str | None:
-    """The reason why a weight of a module, which may be `shared` with others, cannot be packed in memory, if any."""
-    if shared:
-        return "tied to another weight"
-    adapter = find_layer(module)
-    if adapter is not None and adapter.images:
-        return f"{type(module).__name__} layers are multiplied dense"
-    if adapter is None and not isinstance(module, PackedMixture):
-        why = mixture_obstacle(module) if len(layer.shape) == 3 else f"{type(module).__name__} is multiplied dense"
-        if why is not None:
-            return why
-    return "accelerate moves it in every call" if hasattr(module, "_hf_hook") else None
+def _tie_weights(model: Any, *args: Any, **options: Any) -> None:
+    """Replaces `tie_weights` of a model with packed layers: packed weights that are tied have the same tensors."""
+    tied, packed = model.all_tied_weights_keys, _packed_layers(model)
+    names = {f"{name}.{weight}" for name, module in packed.items() for weight in module.packed}
+    model.all_tied_weights_keys = {name: source for name, source in tied.items() if not {name, source} & names}
+    try:
+        type(model).tie_weights(model, *args, **{**options, "recompute_mapping": False})
+    finally:
+        model.all_tied_weights_keys = tied
 
 
-def packing_verdict(
-    runtime: str,
-    module: nn.Module,
-    layer: PackedLayer,
-    packed_bytes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    inputs: str,
-) -> Verdict:
-    """Whether to pack a weight that can be packed: always, or for "auto" if it makes the product of one row faster.
-
-    `packed_bytes`, `dtype` and `device` describe the weight of the module in memory.
-    """
-    if runtime == "packed":
-        return Verdict(True, "requested")
-    count, single = _matrices_of(module, layer)
-    (d_out, d_in), codec = single.matrix, single.codec.with_inputs(inputs)
-    ratio = packed_bytes // count / (d_out * d_in * dtype.itemsize)
-    return codec.decoding(single.matrix, single.nm, ratio, dtype, device)
-
-
-def runtime_entry(verdict: Verdict) -> str:
-    """A layer's entry in `model.moonshot_runtime`."""
-    return (PACKED if verdict.faster else DENSE) + verdict.why
-
-
-def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
-    """Log the choices of "auto" and their reasons in one line.
-
-    `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are those of the packed weights and of
-    the same weights when dense.
-    """
-    if runtime != "auto":
-        return
-    packed, dense = (
-        Counter(entry.removeprefix(prefix) for entry in chosen.values() if entry.startswith(prefix))
-        for prefix in (PACKED, DENSE)
+def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+    """Replaces `resize_token_embeddings` of a model with packed layers, which could not pack new rows again."""
+    embeddings = model.get_input_embeddings()
+    if not isinstance(embeddings, PackedEmbedding):
+        return type(model).resize_token_embeddings(model, new_num_tokens, *args, **options)
+    if new_num_tokens in (None, embeddings.num_embeddings) and not (any(args) or options.get("pad_to_multiple_of")):
+        return embeddings
+    raise MoonshotError(
+        f"resize_token_embeddings: the word embeddings of {type(model).__name__} are packed in memory",
+        hint='call pruner.to_runtime("dense") or model.dequantize() first, and save the resized model dense',
     )
-    sizes = f", {packed_bytes / 2**20:.1f} MiB in place of {dense_bytes / 2**20:.1f}"
-    of = f" of {len(chosen)} layers"
-    texts = [f"packed: {packed.total()}{of}{sizes} {_reasons(packed)}"] if packed else []
-    if dense or not packed:
-        texts.append(f"dense: {dense.total()}{'' if packed else of} {_reasons(dense)}")
-    _log.warning("runtime='auto': %s", "; ".join(texts))
-
-
-def _reasons(counts: Counter[str]) -> str:
-    """The reasons, the most frequent first."""
-    several = len(counts) > 1
-    return f"({', '.join(f'{count} {why}' if several else why for why, count in counts.most_common())})"
-
-
-def _matrices_of(module: nn.Module, layer: PackedLayer) -> tuple[int, PackedLayer]:
-    """The number of matrices of a weight that can be packed in memory, and the entry of one."""
-    if find_layer(module) is not None or isinstance(module, PackedLinear):
-        return 1, layer
-    return layer.shape[0], layer.expert(cast(Any, module).is_transposed)
 
 
 def save_packed(
@@ -254,7 +210,9 @@ def _dense_shapes(model: nn.Module) -> Iterator[None]:
 
 
 def _packed_layers(model: nn.Module) -> dict[str, PackedModule]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    """The packed modules by name, first those that own their tensors."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    return dict(sorted(packed.items(), key=lambda item: item[1].owner is not item[1]))
 
 
 def _origin(name: str, module: PackedModule) -> nn.Module:
@@ -263,17 +221,18 @@ def _origin(name: str, module: PackedModule) -> nn.Module:
     return module.origin
 
 
-def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], inputs: str) -> dict[str, str]:
-    """Pack the layers that the runtime selects, one after another, and unpack the others."""
+def _pack(
+    model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], names: dict[str, list[str]], inputs: str
+) -> dict[str, str]:
+    """Pack the weights that the runtime selects, one after another, and unpack the others; `names` has tied ones."""
     chosen: dict[str, str] = {}
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for _, parameter in parameters)
-    shared = {name for name, parameter in parameters if uses[id(parameter)] > 1}
     try:
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
-            with error_context(path):
-                chosen[path] = _pack_or_unpack(model, name, layer, runtime, name in shared, inputs)
+            if path not in chosen:
+                with error_context(path):
+                    entry = _pack_or_unpack(model, names[name], layer, runtime, inputs)
+                chosen |= dict.fromkeys((tied.removesuffix(f".{_WEIGHT}") for tied in names[name]), entry)
     except BaseException:
         _unpack_all(model)
         set_runtime(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
@@ -285,55 +244,79 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], 
     return set_runtime(model, chosen)
 
 
-def _pack_or_unpack(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool, inputs: str) -> str:
-    """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
+def _pack_or_unpack(model: nn.Module, names: list[str], layer: PackedLayer, runtime: str, inputs: str) -> str:
+    """Pack or unpack the weight with these names, several if it is tied; return its runtime with the reason."""
+    key = names[0].rpartition(".")[2]
+    modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    module = modules[0]
     if isinstance(module, PackedModule) and key in module.packed:
         parts = module.parts_of(key)
         packed_bytes, device = sum(part.nbytes for part in parts.values()), next(iter(parts.values())).device
-        verdict = packing_verdict(runtime, module, layer, packed_bytes, module.dtype_of(key), device, inputs)
-        module.packed[key] = PackedMatrix(layer.codec.with_inputs(inputs), module.packed[key].shape)
-        if not verdict.faster:
-            _unpack(model, path, module, key)
+        verdict = packing_verdict(runtime, modules, layer, packed_bytes, module.dtype_of(key), device, inputs)
+        for name, packed in zip(names, modules, strict=True):
+            assert isinstance(packed, PackedModule)
+            packed.packed[key] = PackedMatrix(layer.codec.with_inputs(inputs), packed.packed[key].shape)
+            if not verdict.faster:
+                _unpack(model, name.rpartition(".")[0], packed, key)
         return runtime_entry(verdict)
-    why = packing_obstacle(module, layer, shared)
+    why = packing_obstacle(modules, layer)
     if why is not None:
         return DENSE + why
-    _, single = _matrices_of(module, layer)
+    _, single = matrices_of(module, layer)
     weight = module.get_parameter(key).detach()
     matrices = [single.as_matrix(tensor) for tensor in ([weight] if single is layer else weight)]
     packed_bytes = sum(layer.codec.packed_bytes(matrix, single.nm) for matrix in matrices)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing does not make it smaller"
-    verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, weight.device, inputs)
+    verdict = packing_verdict(runtime, modules, layer, packed_bytes, weight.dtype, weight.device, inputs)
     if verdict.faster:
-        packed = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
-        stacked = layer.codec.stack(packed, [single.matrix] * len(packed))
-        parts = {suffix: part.to(weight.device) for suffix, part in stacked.items()}
-        register_packed(model, name, layer, parts, inputs)
+        packed_matrices = [layer.codec.pack(matrix.cpu(), single.nm) for matrix in matrices]
+        stacked = layer.codec.stack(packed_matrices, [single.matrix] * len(packed_matrices))
+        placed = {suffix: part.to(weight.device) for suffix, part in stacked.items()}
+        register_packed(model, names, layer, placed, inputs)
     return runtime_entry(verdict)
 
 
-def register_packed(model: nn.Module, name: str, layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]) -> None:
-    """Replace a weight of a module by packed tensors, perhaps empty ones, and release its dense tensor.
+def register_packed(
+    model: nn.Module, names: Sequence[str], layer: PackedLayer, parts: Parts, inputs: str = INPUTS[0]
+) -> None:
+    """Replace a weight of a module, or tied ones of several, by packed tensors, and release the dense tensor.
 
-    The module is a Linear, a Conv1D, or a module of experts, whose weight is the stack of the matrices of all experts.
-    `inputs` is the dtype of the inputs of integer products; see `load_pruned`.
+    The tensors may be empty. The first module, a Linear, a Conv1D, an Embedding or a module of experts, whose weight is
+    the stack of the matrices of all experts, has them. `inputs` is the dtype of the inputs of integer products; see
+    `load_pruned`.
     """
-    codec = layer.codec.with_inputs(inputs)
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    count, single = _matrices_of(module, layer)
-    if find_layer(module) is not None:
-        bias = module._parameters.get("bias")
-        packed: PackedModule = PackedLinear(codec, layer.matrix, parts, bias, module, layer.nm)
-        model.set_submodule(path, packed.train(module.training))
-        return
-    if not isinstance(module, PackedMixture):
-        module = PackedMixture(module)
-        model.set_submodule(path, module)
-    module.register_packed(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
+    codec, owner = layer.codec.with_inputs(inputs), None
+    for name in names:
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        packed: PackedModule
+        if isinstance(module, nn.Embedding):
+            packed = PackedEmbedding(codec, layer.matrix, parts, module, owner)
+        elif find_layer(module) is not None:
+            bias = module._parameters.get("bias")
+            packed = PackedLinear(codec, layer.matrix, parts, bias, module, layer.nm, owner)
+        else:
+            count, single = matrices_of(module, layer)
+            packed = module if isinstance(module, PackedMixture) else PackedMixture(module)
+            packed.register_packed(key, PackedMatrix(codec, (count * single.matrix[0], single.matrix[1])), parts)
+        if packed is not module:
+            model.set_submodule(path, packed.train(module.training))
+        owner = packed if owner is None else owner
+
+
+def initialize_buffers(model: nn.Module) -> None:
+    """Compute the buffers of packed embeddings that no file has, such as a scale, as transformers does for dense ones.
+
+    The buffers have their device, and any values.
+    """
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedEmbedding) and module._buffers.keys() & module._non_persistent_buffers_set:
+            dense, owner = _origin(name, module), max((each for each in models if name.startswith(each)), key=len)
+            dense._buffers |= {key: module._buffers[key] for key in dense._buffers}
+            with torch.no_grad():
+                models[owner]._init_weights(dense)
 
 
 def _unpack_all(model: nn.Module) -> None:
@@ -358,6 +341,9 @@ def _restored(name: str, module: PackedModule, meta: bool) -> nn.Module:
     weights: dict[str, nn.Parameter | None] = {}
     for key in module.packed:
         before = dense.get_parameter(key)
+        if module.owner is not module:  # restored before
+            weights[key] = cast(nn.Module, module.owner.origin)._parameters[key]
+            continue
         weight = before.to("meta", module.dtype_of(key)) if meta else _dense_weight(dense, module, key)
         weights[key] = nn.Parameter(weight, before.requires_grad)
     dense._parameters |= weights | module._parameters
@@ -370,5 +356,5 @@ def _dense_weight(dense: nn.Module, packed: PackedModule, key: str) -> Tensor:
     if isinstance(packed, PackedMixture):
         return packed.dense(key)
     adapter = find_layer(dense)
-    assert adapter is not None
-    return adapter.as_parameter(packed.matrix_of(key)).contiguous()
+    matrix = packed.matrix_of(key)
+    return matrix if adapter is None else adapter.as_parameter(matrix).contiguous()

@@ -14,16 +14,16 @@ from ..objective.grid import DTYPES
 from ..packing import PackedLayer, Quantized
 from ..reports.prune_report import PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
-from .packed_files import pruned_layers
+from .packed_files import packed_weights, pruned_layers
 
 
 @contextmanager
 def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterator[PruneReport]:
     """The report, corrected for the current weights; inside the block, the model's configuration declares the same.
 
-    A layer that is no longer on its grid counts as not quantized, and a layer with fewer zeros than reported has its
-    current sparsity; a note names them. A layer that is no longer n:m is reported unchanged, so that `load_pruned`
-    raises an error. After a compaction, no zeros are declared.
+    A layer that is no longer on its grid counts as not quantized, as do word embeddings, and a layer with fewer zeros
+    than reported has its current sparsity; a note names them. A layer that is no longer n:m is reported unchanged, so
+    that `load_pruned` raises an error. After a compaction, no zeros are declared.
 
     Args:
         model: a pruned `PreTrainedModel`.
@@ -32,7 +32,8 @@ def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterat
     """
     before = PruningRecord.require_of(model)
     off, zeros = ([], {}) if report.compaction else _changed(model, report, grids)
-    if not off and not zeros:
+    moved = _moved_embeddings(model) if grids else []
+    if not off and not zeros and not moved:
         yield report
         return
     layers = [replace(layer, sparsity=zeros.get(layer.name, layer.sparsity)) for layer in report.layers]
@@ -41,9 +42,14 @@ def declared_as_measured(model: Any, report: PruneReport, grids: bool) -> Iterat
     changes = {dense_values: off, "have fewer zeros than after the run": list(zeros)}
     count = f"of {len(layers)} layers"
     notes = [f"{len(names)} {count} {change}, such as {names[0]}" for change, names in changes.items() if names]
+    notes += [f"word embeddings are no longer on their grid: {', '.join(moved)}"] if moved else []
     measured = replace(report, layers=layers, notes=[*report.notes, *notes])
     bits = {layer.name: layer.bits for layer in layers if layer.bits is not None} if off else before.bits
-    replace(before, sparsity=mean_over_weights(layers, "sparsity"), bits=bits).attach(model)
+    changed = replace(before, sparsity=mean_over_weights(layers, "sparsity"), bits=bits)
+    if moved:
+        measured = replace(measured, embedding_bits=None, other_bytes=None)
+        changed = replace(changed, embedding_bits=None)
+    changed.attach(model)
     try:
         yield measured
     finally:
@@ -65,6 +71,17 @@ def _changed(model: Any, report: PruneReport, grids: bool) -> tuple[list[str], d
                 if grids and layer.bits is not None and not _is_on_grid(entries[key], weight):
                     off.append(layer.name)
     return off, zeros
+
+
+def _moved_embeddings(model: Any) -> list[str]:
+    """The word embeddings that are no longer on their grid."""
+    pruned = pruned_layers(model)
+    embeddings = {name: layer for name, layer in packed_weights(model).items() if name not in pruned}
+    moved = []
+    for visit, names in by_visit(model, embeddings):
+        with visit():
+            moved += [name for name in names if not _is_on_grid(embeddings[name], model.get_parameter(name).detach())]
+    return moved
 
 
 def _is_on_grid(entry: PackedLayer, weight: Tensor) -> bool:

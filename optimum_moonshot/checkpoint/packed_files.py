@@ -26,6 +26,7 @@ from ..errors import MoonshotError, Option, Text, error_context, reason, require
 from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.weights import tie_again
+from ..model.word_embeddings import STORED, word_embeddings
 from ..objective.grid import Grid
 from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
 from ..packing import PackedLayer, Quantized
@@ -64,15 +65,34 @@ def pruned_layers(model: nn.Module) -> Layers:
     layers = [layer for layer in selected if layer.name not in record.dense]
     selected_names = [layer.name for layer in layers]
     patterns, grids = record.layer_patterns(selected_names), record.layer_grids(selected_names)
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    entries: Layers = {}
+    names, entries = shared_names(model), Layers()
     for layer in layers:
         pattern = patterns[layer.name]
         if not isinstance(pattern, NM) or pattern.fits(layer.shape):
-            entries |= dict.fromkeys(names[id(layer.parameter)], _entry(layer, pattern, grids[layer.name]))
+            entries |= dict.fromkeys(names[layer.weight_name], _entry(layer, pattern, grids[layer.name]))
     return entries
+
+
+def packed_weights(model: nn.Module) -> Layers:
+    """All weights that a packed checkpoint has packed: the `pruned_layers`, and word embeddings on a grid."""
+    record, entries = PruningRecord.require_of(model), pruned_layers(model)
+    if record.embedding_grid is None:
+        return entries
+    layers, names = find_structure(model, record.targets, record.ignore).layers(), shared_names(model)
+    codec = Quantized.of(record.embedding_grid)
+    for embedding in word_embeddings(model, layers):
+        shape, dtype = embedding.shape, dtype_name(embedding.parameter.dtype)
+        entry = PackedLayer(shape, False, str(STORED), dtype, codec.name)
+        entries |= dict.fromkeys(names[embedding.name], entry)
+    return entries
+
+
+def shared_names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter of a model, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: of_parameter for of_parameter in names.values() for name in of_parameter}
 
 
 def _entry(layer: PrunableLayer, rule: Pattern | MixedNM, grid: Grid | None) -> PackedLayer:
@@ -90,7 +110,7 @@ class Packer:
     """Packs the tensors of a pruned model's files that become smaller; the model may be on the meta device."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.layers = model, pruned_layers(model)
+        self.model, self.layers = model, packed_weights(model)
         self.packed = 0  # number of weights
         self.keeps_rows: dict[Any, bool] = {}  # pattern and shape of merged weights → `Target.keeps_rows`
 

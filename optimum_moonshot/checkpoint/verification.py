@@ -186,6 +186,7 @@ class _Comparison:
         self.parameters: int | None = 0  # all weights in the files; None where some cannot be read
         self.zeros = 0  # among them
         self.bytes: int | None = 0  # of them; None also where another tool has quantized some
+        self.moved: list[str] = []  # word embeddings that are not on their grid
 
     def read(self, stored: StoredWeights, by: str) -> None:
         """Read all weights, one in memory at a time; `by` names the tool that has quantized them, in messages."""
@@ -203,6 +204,9 @@ class _Comparison:
                 self.parameters = _added(self.parameters, content.mask.numel())
                 self.zeros += int(content.mask.sum())
                 self.bytes = _added(self.bytes, content.bytes)
+            for weight in contents.keys() & self.locations.embeddings.keys():
+                on_grid = _is_on_grid(contents[weight], self.locations, weight, self.locations.embeddings[weight])
+                self.moved += [weight] if on_grid is False else []
             for name, content in loaded.items():
                 self._add(name, content)
 
@@ -269,6 +273,9 @@ class _Comparison:
             if off:
                 line = f"{CONFIG} says {bits} bits: {len(off)} of {len(quantized)} layers are not on their grid"
                 lines.append(f"{line}, such as {off[0]}")
+        for weight in self.moved:
+            bits = self.locations.embeddings[weight].bits
+            lines.append(f"{CONFIG} says {bits} bits of the word embeddings: {weight} is not on their grid")
         problems = [f"{layer.name}: {layer.problem}" for layer in self.layers if layer.problem]
         return [*lines, *_first(problems, "layers differ")]
 

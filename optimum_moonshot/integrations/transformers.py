@@ -57,9 +57,11 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
+        self.prefix = ""  # of the model without a head, in the names of one with a head
         self.staying: list[str] = []  # modules and fused weights that stay packed in memory
         self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
         self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
+        self.tied: dict[str, str] = {}  # their entries in `all_tied_weights_keys`, which name parameters
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
         self.shapes: dict[str, torch.Size] = {}  # the shapes of all loaded tensors, by config.json
         self.dtypes: dict[str, torch.dtype] = {}  # their dtypes, by the caller's dtype
@@ -97,7 +99,7 @@ class MoonshotQuantizer(HfQuantizer):
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         # Late: transformers' loader, which these import, imports the quantizers.
-        from ..checkpoint.in_memory import DENSE
+        from ..checkpoint.runtime_choice import DENSE
         from .conversion import PackedExperts
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
@@ -107,6 +109,7 @@ class MoonshotQuantizer(HfQuantizer):
             PruningRecord.require_of(model)
         else:
             self._verify(checkpoint_files or [])
+            self.prefix = model.base_model_prefix
             names = model.config.architectures
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
@@ -119,6 +122,8 @@ class MoonshotQuantizer(HfQuantizer):
             if packing:
                 self.chosen = _keep_packed(model, {**weights, **stacks}, self.runtime, device_map, self.inputs)
                 self.staying = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
+            tied = model.all_tied_weights_keys if self.staying else {}
+            self.tied = {name: tied.pop(name) for name in [*tied] if name.removesuffix(_WEIGHT) in self.staying}
             self.stacked = {name: stacks[name].target(name) for name in self.staying if name in stacks}
             self.resized = {tensor for name in self.stacked for tensor in stacks[name].layer.names(name)}
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -127,7 +132,7 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
 
-        from ..checkpoint.in_memory import set_runtime, to_runtime
+        from ..checkpoint.in_memory import initialize_buffers, set_runtime, to_runtime
         from ..pruner import MoonshotPruner
         from .conversion import Unpacking
 
@@ -151,6 +156,8 @@ class MoonshotQuantizer(HfQuantizer):
             with torch.enable_grad():
                 model.moonshot_report = MoonshotPruner(model, self.pruning, *self.processors).prune()
         elif self.chosen:
+            model.all_tied_weights_keys |= self.tied
+            initialize_buffers(model)
             set_runtime(model, self.chosen)
         elif not self.pre_quantized and self.runtime != "dense":
             to_runtime(model, self.runtime, inputs=self.inputs)
@@ -194,7 +201,11 @@ class MoonshotQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        conversions = [Unpacking(self.packed, self.dtypes, self.staying, last) for last in lasts]
+        # transformers adds the prefix of a model without a head, or removes it, after the conversions.
+        prefix = f"{self.prefix}."
+        staying = {*self.staying, *(prefix + name for name in self.staying)}
+        staying |= {name.removeprefix(prefix) for name in self.staying}
+        conversions = [Unpacking(self.packed, self.dtypes, staying, last) for last in lasts]
         return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
@@ -259,32 +270,28 @@ def _keep_packed(
     model: nn.Module, weights: Mapping[str, "StoredWeight"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import (
-        DENSE,
-        log_choices,
-        packing_obstacle,
-        packing_verdict,
-        register_packed,
-        runtime_entry,
-    )
+    from ..checkpoint.in_memory import register_packed
+    from ..checkpoint.runtime_choice import DENSE, log_choices, packing_obstacle, packing_verdict, runtime_entry
 
-    tied = getattr(model, "all_tied_weights_keys", {})
-    shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
+    tied, chosen, sizes = getattr(model, "all_tied_weights_keys", {}), dict[str, str](), [0, 0]
     for name, stored in weights.items():
-        path, layer = name.rpartition(".")[0], stored.layer
-        module = model.get_submodule(path)
-        device = _device_of(path, device_map)
-        why = "offloaded" if device is None else stored.obstacle or packing_obstacle(module, layer, name in shared)
+        layer, source = stored.layer, tied.get(name, name)
+        names = [name, *(other for other in (source, *tied) if other != name and tied.get(other, other) == source)]
+        modules = [model.get_submodule(each.rpartition(".")[0]) for each in names]
+        device, *others = dict.fromkeys(_device_of(each.rpartition(".")[0], device_map) for each in names)
+        why = "offloaded" if device is None else stored.obstacle or packing_obstacle(modules, layer)
+        why = "tied to a weight on another device" if others else why
+        layers = [each.removesuffix(_WEIGHT) for each in names]
         if why is not None or device is None:
-            chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
+            chosen |= dict.fromkeys(layers, f"{DENSE}{why}")
             continue
         weight = model.get_parameter(name)
         packed_bytes = stored.packed_bytes(weight)
-        verdict = packing_verdict(runtime, module, layer, packed_bytes, weight.dtype, device, inputs)
-        chosen[name.removesuffix(_WEIGHT)] = runtime_entry(verdict)
+        verdict = packing_verdict(runtime, modules, layer, packed_bytes, weight.dtype, device, inputs)
+        chosen |= dict.fromkeys(layers, runtime_entry(verdict))
         if verdict.faster:
             sizes = [sizes[0] + packed_bytes, sizes[1] + weight.nbytes]
-            register_packed(model, name, layer, stored.empty_parts(weight), inputs)
+            register_packed(model, names, layer, stored.empty_parts(weight), inputs)
     log_choices(runtime, chosen, *sizes)
     return chosen
 

@@ -40,6 +40,7 @@ class Codec(ABC):
 
     name: str  # in the metadata of files
     suffixes: ClassVar[tuple[str, ...]]  # appended to the weight's name for each tensor
+    looks_up: ClassVar[bool] = False  # whether `lookup` unpacks the rows alone
 
     @abstractmethod
     def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
@@ -104,6 +105,20 @@ class Codec(ABC):
             [..., d_out].
         """
         return functional.linear(inputs, self.unpack(parts, shape, plan), bias)
+
+    def lookup(self, rows: Tensor, parts: Parts, shape: Shape, plan: Any = None) -> Tensor:
+        """Dense rows of a packed matrix, as an embedding; by default, the matrix is unpacked at each call.
+
+        Args:
+            rows: indices, int64 or int32 of any shape, on the device of the tensors.
+            parts: all tensors, by suffix.
+            shape: d_out, d_in.
+            plan: result of `plan` for these tensors; None computes it.
+
+        Returns:
+            [*rows.shape, d_in].
+        """
+        return functional.embedding(rows, self.unpack(parts, shape, plan))
 
     def direct(
         self, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Any = None

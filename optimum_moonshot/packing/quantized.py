@@ -132,6 +132,19 @@ def select_rows(
     return codes[start:end], scale[first:stop], meta[first:stop], offsets
 
 
+def gather_rows(
+    codes: Tensor, scale: Tensor, meta: Tensor, offsets: Tensor | None, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of the tensors of the rows with these indices [n], in any order; `offsets` is from `find_offsets`."""
+    if offsets is None:
+        codes = codes.view(len(scale), -1).index_select(0, rows).flatten()
+    else:
+        starts, sizes = offsets[:-1].index_select(0, rows), offsets.diff().index_select(0, rows)
+        places = torch.arange(int(sizes.sum()), device=codes.device)
+        codes = codes[places + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)]
+    return codes, scale.index_select(0, rows), meta.index_select(0, rows)
+
+
 def library_matrix(
     grid: Grid, codes: Tensor, scale: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None = None
 ) -> QuantizedMatrix | None:

@@ -4,7 +4,7 @@
 ``moonshot::quantized_grouped`` is the same for groups of inputs, each with a matrix of a stack, without bias. The
 compiled library multiplies directly with the packed W, and so do GPU kernels with few rows of x. For gradients, and
 where there is no library, tiles of W are unpacked, so that no dense copy of W is written to memory; GPU kernels unpack
-all of W.
+all of W. ``moonshot::quantized_lookup`` unpacks the rows of W with given indices, as an embedding does.
 """
 
 import re
@@ -25,6 +25,7 @@ from .codec import INPUTS, Codec, Parts, Shape, Verdict, register_operators
 from .quantized import (
     check_packed,
     find_offsets,
+    gather_rows,
     library_matrix,
     pack,
     packed_bytes,
@@ -43,6 +44,7 @@ _MATRIX = "Tensor codes, Tensor scale, Tensor meta, Tensor? offsets, int bits, i
 _library = torch.library.Library("moonshot", "FRAGMENT")
 _library.define(f"quantized_linear(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
 _library.define(f"quantized_product(Tensor inputs, {_MATRIX}, Tensor? bias, bool wide) -> Tensor")
+_library.define(f"quantized_lookup(Tensor rows, {_MATRIX}, int d_in) -> Tensor")
 _library.define(f"quantized_grouped(Tensor inputs, Tensor counts, {_MATRIX}, bool wide) -> Tensor")
 _library.define(f"quantized_transposed(Tensor outputs, {_MATRIX}, int d_in) -> Tensor")
 _library.define(f"quantized_grouped_transposed(Tensor outputs, Tensor counts, {_MATRIX}, int d_in) -> Tensor")
@@ -61,6 +63,7 @@ class Quantized(Codec):
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ("_codes", "_scale", "_meta")
+    looks_up: ClassVar[bool] = True
 
     def __init__(self, bits: int, group: int = 128, inputs: str = INPUTS[0]):
         Grid(bits, group)
@@ -134,6 +137,11 @@ class Quantized(Codec):
             return torch.ops.moonshot.quantized_linear.default(*arguments)
         # Without gradients, skip autograd: its overhead per call is as large as a small product.
         return torch.ops.moonshot.quantized_product.default(*arguments)
+
+    def lookup(self, rows: Tensor, parts: Parts, shape: Shape, plan: Tensor | None = None) -> Tensor:
+        matrix = *self._tensors(parts), plan, self.bits, self.group
+        dense: Tensor = torch.ops.moonshot.quantized_lookup.default(rows, *matrix, shape[1])
+        return dense
 
     def direct(
         self, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Tensor | None = None
@@ -246,6 +254,13 @@ def _product(inputs: Tensor, *arguments: Any) -> Tensor:
     return outputs
 
 
+def _lookup(rows: Tensor, *arguments: Any) -> Tensor:
+    *tensors, d_in = arguments
+    matrix = _Matrix(*tensors)
+    codes, scale, meta = gather_rows(*matrix.with_offsets(d_in)[:4], rows.flatten())
+    return unpack(Grid(matrix.bits, matrix.group, scale.dtype), codes, scale, meta, d_in).view(*rows.shape, d_in)
+
+
 def _is_for_gpu(inputs: Tensor, scale: Tensor) -> bool:
     supported = inputs.dtype == scale.dtype and scale.dtype in DTYPES
     return inputs.is_cuda and supported and find_gpu_kernels("quantized") is not None
@@ -341,6 +356,7 @@ register_operators(
     (
         ("quantized_linear", _product, lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0])),
         ("quantized_product", _product, lambda x, _, scale, *rest: x.new_empty(*x.shape[:-1], scale.shape[0])),
+        ("quantized_lookup", _lookup, lambda rows, _, scale, *rest: scale.new_empty(*rows.shape, rest[-1])),
         ("quantized_grouped", _grouped, lambda x, n, _, s, *rest: x.new_empty(x.shape[0], s.shape[0] // n.shape[0])),
         ("quantized_transposed", _transposed, lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1])),
         ("quantized_grouped_transposed", _grouped_transposed, lambda y, *rest: y.new_empty(*y.shape[:-1], rest[-1])),

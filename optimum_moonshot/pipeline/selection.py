@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from ..config import MoonshotConfig
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, error_context, require
-from ..model.layers import PrunableLayer, Structure, find_structure
+from ..model.layers import NamedParameter, PrunableLayer, Structure, find_structure
 from ..model.losses import Loss, OutputLoss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
+from ..model.word_embeddings import bytes_beside, rounded_to, word_embeddings
 from ..objective.grid import BITS, Grid
 from ..objective.linalg import all_finite
 from ..objective.patterns import Experts, MixedNM, Pattern, Structured
@@ -88,6 +89,19 @@ class Selection:
         """A pattern of a layer with the grid of its survivors: from an allocation, else from the configuration."""
         grid = pattern.grid if self.config.has_budget else self.config.grid
         return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(layer.parameter.dtype))
+
+    def embeddings(self, model: nn.Module) -> list[NamedParameter]:
+        """The word embeddings of the model that are rounded."""
+        return [] if self.config.embedding_grid is None else word_embeddings(model, self.layers)
+
+    def rounded(self, embedding: Tensor) -> Tensor:
+        """A word embedding [rows, d_in] on the grid of the configuration, which has one."""
+        assert self.config.embedding_grid is not None
+        return rounded_to(self.config.embedding_grid, embedding)
+
+    def bytes_beside(self, model: nn.Module, layers: Sequence[PrunableLayer]) -> int:
+        """Bytes of the parameters outside of these pruned layers in a packed checkpoint."""
+        return bytes_beside(model, layers, self.config.embedding_grid)
 
     @property
     def needs_gradients(self) -> bool:

@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, other_parameters
+from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, rest_onloaded
 from ..model.offload import Changes, Offloaded
 from ..model.weight_sums import LOSSES, model_parts, model_sums
-from ..model.weights import RESIDENT, Weights
+from ..model.weights import Weights
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
@@ -122,8 +122,22 @@ class Variant:
             inside = [name for name in names if block is None or name.startswith(f"{block.name}.")]
             names = [name for name in names if name not in inside]
             parameters = [NamedParameter.of(self.model, name) for name in inside]
+            if block is None:
+                recovered = {id(parameter.parameter) for parameter in parameters}
+                parameters += [
+                    each for each in self.selection.embeddings(self.model) if id(each.parameter) not in recovered
+                ]
             pruned = [layer for layer in layers if layer.name not in self.skipped]
-            yield RESIDENT if block is None else block.weights, [*pruned, *parameters]
+            yield _Rest(self.model) if block is None else block.weights, [*pruned, *parameters]
+
+    def result(self, written: Written, stored: Callable[[Written], Tensor]) -> Tensor:
+        """The final tensor of a layer or a parameter: the one in the store, if it has one, and embeddings rounded."""
+        if isinstance(written, PrunableLayer):
+            return stored(written)
+        tensor = stored(written) if written.name in self.store.parameters else written.matrix
+        embeddings = self.selection.embeddings(self.model)
+        rounds = any(written.parameter is embedding.parameter for embedding in embeddings)
+        return self.selection.rounded(tensor) if rounds else tensor
 
     def commit(self, keep: bool = False) -> None:
         """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
@@ -161,6 +175,8 @@ class Variant:
         targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
         bits = {layer.name: layer.bits for layer in layers if layer.bits is not None}
         zeros = [layer.zeros_before for layer in layers if layer.zeros_before]
+        embeddings = self.selection.embeddings(self.model)
+        embedding_bits = self.selection.config.embedding_bits if embeddings else None
         remained = [f"{sum(zeros):,} zeros that {len(zeros)} layers had before the run remain"] if zeros else []
         return attach_report(
             prepared,
@@ -174,15 +190,27 @@ class Variant:
                 "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
                 "recovery": self.recovered,
                 "rotation": rotation,
-                "other_bytes": sum(each.nbytes for each in other_parameters(prepared.model, self.layers)),
+                "other_bytes": self.selection.bytes_beside(self.model, self.layers),
+                "embedding_bits": embedding_bits,
             },
             {
                 "dense": tuple(self.skipped),
                 "rotation": None if rotation is None else rotation.summary(),
                 "allocated": targets,
                 "bits": bits if self.selection.config.has_budget else None,
+                "embedding_bits": embedding_bits,
             },
         )
+
+
+@dataclass(frozen=True)
+class _Rest(Weights):
+    """The weights outside of blocks, which may be offloaded."""
+
+    model: nn.Module
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        return rest_onloaded(self.model)
 
 
 @dataclass
@@ -219,7 +247,7 @@ def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
             with weights.onloaded():
                 for each in written:
                     dense.weights[each.name] = each.matrix.to("cpu", copy=True)
-                    each.write(weight(each))
+                    each.write(variant.result(each, weight))
     except BaseException:
         dense.restore()
         raise

@@ -173,7 +173,8 @@ class PruneReport:
     compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
     rotation: RotationReport | None = None
     shrink: ShrinkReport | None = None  # of a model that was made smaller to a target
-    other_bytes: Count | None = None  # of the parameters outside of pruned layers
+    other_bytes: Count | None = None  # of the parameters outside of pruned layers, in a packed checkpoint
+    embedding_bits: Size | None = None  # of the word embeddings and the head, if they were rounded
 
     @property
     def quantized(self) -> bool:
@@ -201,7 +202,8 @@ class PruneReport:
         if not self.quantized or self.bits_per_weight is None:
             return ""
         whole = self.model_bits_per_weight
-        model = "" if whole is None else f", {whole:.3f} of the whole model"
+        embeddings = "" if self.embedding_bits is None else f" with word embeddings in {self.embedding_bits} bits"
+        model = "" if whole is None else f", {whole:.3f} of the whole model{embeddings}"
         return f"{self.bits_per_weight:.3f} bits per weight over {len(self.layers)} layers{model}"
 
     @property

@@ -47,6 +47,7 @@ class PruningRecord:
     # Layer → bits of its surviving weights, if they differ between layers; layers without an entry are not quantized.
     # None: all layers have the bits of the configuration.
     bits: Mapping[str, int] | None = None
+    embedding_bits: int | None = None  # of the word embeddings and the head, if they were rounded
 
     def _check(self) -> None:
         """Raise `MoonshotError`, with the name of the field, for another type or an invalid configuration."""
@@ -75,7 +76,7 @@ class PruningRecord:
             require(listed, "must be a list of names", field="dense", value=self.dense)
             valid = self.bits is None or isinstance(self.bits, Mapping)
             require(valid, "must be an object or null", field="bits", value=self.bits)
-            _ = self.layer_grids(self.bits or ())
+            _ = self.layer_grids(self.bits or ()), self.embedding_grid
         with _explained("config."):
             _ = self.layer_grids(("",))
 
@@ -113,6 +114,12 @@ class PruningRecord:
         return {name: None if number is None else Grid(number, group) for name, number in bits.items()}
 
     @property
+    def embedding_grid(self) -> Grid | None:
+        """The grid of the word embeddings and the head, in float32; None where they are not rounded."""
+        group = self.config.get("quant_group", Grid.group)
+        return None if self.embedding_bits is None else Grid(self.embedding_bits, group)
+
+    @property
     def grids(self) -> tuple[Grid, ...]:
         """The grids of the layers' weights, in float32, fewest bits first; none if no layer is quantized."""
         grids = set(self.layer_grids(("",) if self.bits is None else self.bits).values())
@@ -126,7 +133,7 @@ class PruningRecord:
         """Convert the record to JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         values["dense"] = list(self.dense)
-        optional = ("compaction", "dense", "rotation", "shrink", "allocated")
+        optional = ("compaction", "dense", "rotation", "shrink", "allocated", "embedding_bits")
         omitted = {name for name in optional if not values[name]}
         # Empty bits are kept if the configuration has bits: then no layer is quantized.
         omitted |= set() if self.bits or (self.bits is not None and self.config.get("bits")) else {"bits"}

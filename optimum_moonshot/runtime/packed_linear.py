@@ -19,7 +19,7 @@ class PackedLinear(PackedModule):
     """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; the codec multiplies by it.
 
     `parts` may be empty tensors to load into. `origin` is the layer that it replaces, if any; `pattern` is the n:m of
-    all rows, if any.
+    all rows, if any, and `owner` the module with its tensors, if its weight is tied.
     """
 
     bias: nn.Parameter | None
@@ -32,8 +32,9 @@ class PackedLinear(PackedModule):
         bias: nn.Parameter | None = None,
         origin: nn.Module | None = None,
         pattern: NM | None = None,
+        owner: PackedModule | None = None,
     ):
-        super().__init__(origin)
+        super().__init__(origin, owner)
         self.out_features, self.in_features = shape
         self.pattern = pattern
         self.register_packed(_WEIGHT, PackedMatrix(codec, shape), parts)
@@ -75,14 +76,16 @@ class PackedLinear(PackedModule):
         """Replace the weight [d_out, d_in].
 
         Raises:
-            MoonshotError: the format cannot represent these values; the layer is unchanged.
+            MoonshotError: the format cannot represent these values, or another module has the weight too; the layer is
+                unchanged.
         """
+        hint = "call model.dequantize() first, or keep an adapter unmerged, beside the weight"
+        require(self.owner is self, "it is tied to the word embeddings, which would change too", hint=hint)
         try:
             parts = self.codec.pack(weight.detach().cpu(), self.pattern)
             exact = torch.equal(self.codec.unpack(parts, self.shape), weight.cpu())
         except MoonshotError:
             exact = False
-        hint = "call model.dequantize() first, or keep an adapter unmerged, beside the weight"
         require(exact, f"{self.codec.name} cannot represent the new weight", hint=hint)
         parts = {suffix: part.to(weight.device) for suffix, part in parts.items()}
         self.register_packed(_WEIGHT, self.packed[_WEIGHT], parts)
@@ -108,7 +111,8 @@ class PackedLinear(PackedModule):
         if (differentiable and torch.is_grad_enabled()) or is_intercepted() or torch.is_autocast_enabled("cpu"):
             return None
         # The tensors may have been replaced, or moved, without a call of this class.
-        addresses = [self._buffers[name].data_ptr() for name in self._stored]  # type: ignore[union-attr]
+        buffers = self.owner._buffers
+        addresses = [buffers[name].data_ptr() for name in self._stored]  # type: ignore[union-attr]
         addresses.append(0 if bias is None else bias.data_ptr())
         if self._plans.get(_DIRECT, (None,))[0] != addresses:
             direct = self.codec.direct(self.parts, self.shape, bias, self.plan)

@@ -40,12 +40,14 @@ class PackedModule(nn.Module):
     """The base of modules with packed weights, which replace a module with dense ones, the `origin`, if any.
 
     `packed` has the packed weights by their names. The tensors of each are buffers, with their names in a checkpoint:
-    the weight's and a suffix. In the origin, packed weights are on the meta device.
+    the weight's and a suffix. In the origin, packed weights are on the meta device. With tied weights, one module, the
+    `owner`, has the tensors of all.
     """
 
-    def __init__(self, origin: nn.Module | None):
+    def __init__(self, origin: nn.Module | None, owner: "PackedModule | None" = None):
         super().__init__()
         self._origin = (origin,)  # a tuple, so that it is not registered as a submodule
+        self._owner = (owner,)
         self.packed: dict[str, PackedMatrix] = {}
         self._plans: dict[str, Any] = {}
 
@@ -53,6 +55,11 @@ class PackedModule(nn.Module):
     def origin(self) -> nn.Module | None:
         """The module that it replaces, with the packed weights on the meta device."""
         return self._origin[0]
+
+    @property
+    def owner(self) -> "PackedModule":
+        """The module with the tensors of the packed weights: this one, or the one that its weights are tied to."""
+        return self._owner[0] or self
 
     def register_packed(self, weight: str, matrix: PackedMatrix, parts: Mapping[str, Tensor]) -> None:
         """Register the tensors of a packed weight, perhaps empty ones to load into, in place of the origin's weight.
@@ -64,6 +71,10 @@ class PackedModule(nn.Module):
         """
         self.packed[weight] = matrix
         self._plans.clear()
+        if self.owner is not self:
+            if self.origin is not None and self.owner.origin is not None:
+                self.origin._parameters[weight] = self.owner.origin._parameters[weight]
+            return
         for suffix, name in matrix.codec.names(weight).items():
             self.register_buffer(name, parts[suffix])
         dense = None if self.origin is None else self.origin._parameters[weight]
@@ -73,7 +84,7 @@ class PackedModule(nn.Module):
 
     def parts_of(self, weight: str) -> dict[str, Tensor]:
         """The tensors of a packed weight, by their suffixes."""
-        return packed_parts(self, self.packed[weight].codec, weight)
+        return packed_parts(self.owner, self.packed[weight].codec, weight)
 
     def dtype_of(self, weight: str) -> torch.dtype:
         """The dtype of the values of a packed weight."""
@@ -81,6 +92,8 @@ class PackedModule(nn.Module):
 
     def plan_of(self, weight: str) -> Any:
         """The codec's plan of a packed weight, cached until its tensors are moved or loaded again."""
+        if self.owner is not self:
+            return self.owner.plan_of(weight)
         if weight in self._plans:
             return self._plans[weight]
         codec, shape = self.packed[weight]
@@ -97,6 +110,11 @@ class PackedModule(nn.Module):
             return torch.empty(shape, dtype=self.dtype_of(weight), device="meta")
         return codec.unpack(parts, shape, self.plan_of(weight))
 
+    @property
+    def owned(self) -> dict[str, PackedMatrix]:
+        """The packed weights whose tensors are in this module."""
+        return self.packed if self.owner is self else {}
+
     @staticmethod
     def initialized(weight: Tensor) -> Tensor:
         """The weight with the mark of transformers: no model initializes it after loading, with random numbers."""
@@ -105,14 +123,14 @@ class PackedModule(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(part.nbytes for weight in self.packed for part in self.parts_of(weight).values())
+        """Bytes of the packed weights; tied ones count in their owner."""
+        return sum(part.nbytes for weight in self.owned for part in self.parts_of(weight).values())
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of the same weights, dense."""
         return sum(
-            matrix.shape[0] * matrix.shape[1] * self.dtype_of(weight).itemsize for weight, matrix in self.packed.items()
+            matrix.shape[0] * matrix.shape[1] * self.dtype_of(weight).itemsize for weight, matrix in self.owned.items()
         )
 
     def __getstate__(self) -> dict[str, Any]:

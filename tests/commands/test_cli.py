@@ -103,10 +103,13 @@ def test_only_explicit_options_reach_the_config(toy):
         "rotation_lr": 0.02,
         "rotation_rows": 512,
     }
-    excluded = {"rotation", "bits", "quant_group", "target_bytes", "bits_per_weight"}  # by pattern="structured"
+    quantizing = {"bits", "quant_group", "embedding_bits", "target_bytes", "bits_per_weight"}
+    excluded = {"rotation", *quantizing}  # by pattern="structured"
     assert set(settings) == set(method_options.CONFIG_OPTIONS) - excluded
     quantized = method_options.make_config(parse("--pattern", "2:4", "--bits", "4", "--quant-group", "64"))
     assert quantized == MoonshotConfig(pattern="2:4", bits=4, quant_group=64)
+    quantized = method_options.make_config(parse("--bits", "4", "--embedding-bits", "16"))
+    assert quantized == MoonshotConfig(bits=4, embedding_bits=None) and quantized.embedding_grid is None
     assert method_options.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
     assert method_options.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
     argv = []

@@ -262,3 +262,32 @@ def test_stacked_matrices_are_packed_by_their_rows(transposed):
     for damaged, words in (({"stacked": 1}, "stacked=1"), ({"shape": [15, 96]}, "only matrices of one size")):
         with pytest.raises(MoonshotError, match=words):
             PackedLayer.read({**layer.describe(), **damaged})
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("pattern", [None, NM(1, 1), NM(2, 4)], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_lookup_is_rows_of_the_dense_matrix(bits, pattern, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(quantized, "find_library", lambda: None)
+    for dtype, density in itertools.product(DTYPES, (0.4, 1.0)):
+        matrix, codec, parts = packed(bits, pattern, dtype, 9, 132, 64, density=density)
+        for rows in ([[3, 0, 3], [8, 1, 7]], [5], [[]]):
+            for kind in (torch.int64, torch.int32):
+                looked_up = codec.lookup(torch.tensor(rows, dtype=kind), parts, (9, 132))
+                assert torch.equal(looked_up, matrix[torch.tensor(rows, dtype=torch.int64)])
+                assert looked_up.dtype == dtype
+    for wrong in (-1, 9):
+        with pytest.raises((IndexError, RuntimeError)):
+            codec.lookup(torch.tensor([wrong]), parts, (9, 132))
+    torch.library.opcheck(
+        torch.ops.moonshot.quantized_lookup.default,
+        (torch.tensor([1, 2]), *parts.values(), codec.plan(parts, (9, 132)), bits, 64, 132),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_the_lookup_of_other_formats_unpacks_the_matrix():
+    matrix = torch.randn(5, 16).masked_fill_(torch.rand(5, 16) < 0.5, 0)
+    codec, rows = find_codec("bitmask"), torch.tensor([[4, 0]])
+    assert torch.equal(codec.lookup(rows, codec.pack(matrix, None), (5, 16)), matrix[rows]) and not codec.looks_up

@@ -10,9 +10,12 @@ from contextlib import nullcontext
 
 import other_device as simulated
 import torch
+from grid_matrices import on_grid
 from models import image_batches, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, prune_weight
+from optimum_moonshot.objective.grid import Grid
+from optimum_moonshot.packing import Quantized
 
 CUDA = "--cuda" in sys.argv
 DEVICE = torch.device("cuda", 0) if CUDA else simulated.DEVICE
@@ -128,6 +131,18 @@ def one_matrix():
     return float((weight - expected.weight).abs().max()), int((keep != expected.keep).sum())
 
 
+def lookup():
+    """Rows of packed word embeddings."""
+    torch.manual_seed(0)
+    grid, rows = Grid(8, 64, torch.bfloat16), torch.tensor([[3, 0, 8]])
+    codec, matrix = Quantized.of(grid), on_grid(grid, torch.randn(9, 132)) + 0.0
+    with other_device():
+        parts = {suffix: part.to(DEVICE) for suffix, part in codec.pack(matrix, None).items()}
+        dense = codec.lookup(rows.to(DEVICE), parts, (9, 132))
+        assert dense.device == DEVICE
+    return float((on_host(dense) - matrix[rows]).abs().max()), 0
+
+
 def mixed():
     """An operation with tensors of both devices must raise."""
     with other_device():
@@ -141,7 +156,7 @@ def mixed():
 
 def main():
     torch.set_num_threads(1)
-    cases = {"mixed": mixed, "one matrix": one_matrix, "sweep": sweep}
+    cases = {"mixed": mixed, "one matrix": one_matrix, "lookup": lookup, "sweep": sweep}
     cases |= {key: lambda run=run: case_of(*run) for key, run in (RUNS | (EXPERTS if CUDA else {})).items()}
     chosen = [argument for argument in sys.argv[1:] if argument != "--cuda"]
     for key in chosen or cases:

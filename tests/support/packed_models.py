@@ -2,6 +2,7 @@
 
 import torch
 
+from optimum_moonshot.runtime.packed_embedding import PackedEmbedding
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 from optimum_moonshot.runtime.packed_module import PackedModule
 
@@ -12,7 +13,7 @@ def held(model):
     """The names of the packed layers, which for experts are those of their weights."""
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
     return {
-        name if isinstance(module, PackedLinear) else f"{name}.{weight}"
+        name if isinstance(module, PackedLinear | PackedEmbedding) else f"{name}.{weight}"
         for name, module in packed.items()
         for weight in module.packed
     }
