@@ -19,7 +19,7 @@ from optimum_moonshot.devices import is_gpu, peak_bytes, wait_for
 from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.objective.patterns import Pattern, parse_pattern
 from optimum_moonshot.rotate.learning import learn
-from optimum_moonshot.rotate.objective import Coordinates, Group, Matrix, Objective, sampled, set_totals, widest
+from optimum_moonshot.rotate.objective import Coordinates, Group, Matrix, Objective, set_totals
 from optimum_moonshot.rotate.spaces import Space
 
 # hidden, MLP, query heads, key-value heads, head size, decoder layers
@@ -30,19 +30,16 @@ SHAPES = {
 }
 
 
-def make(shape: tuple[int, ...], pattern: Pattern, rows: int | None, device: str, dtype: torch.dtype):
+def make(shape: tuple[int, ...], pattern: Pattern, device: str, dtype: torch.dtype):
     """The objective and the spaces of a model with random weights."""
     hidden, inner, heads, kv, width, layers = shape
     generator = torch.Generator(device).manual_seed(0)
-    chooser = torch.Generator().manual_seed(0)
 
-    def matrix(name: str, d_out: int, d_in: int, *gives: Coordinates, free: bool = False) -> Matrix:
+    def matrix(name: str, d_out: int, d_in: int, *gives: Coordinates) -> Matrix:
         module = nn.Linear(1, 1, bias=False)
         weight = torch.randn(d_out, d_in, generator=generator, device=device) / d_in**0.5
         module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-        chosen_rows = None if gives else sampled(d_out, rows, 1, chooser)
-        columns = sampled(d_in, rows, widest([pattern]), chooser) if gives and free else None
-        return Matrix(LinearLayer(name, (module,), False), (pattern,), gives, chosen_rows, columns)
+        return Matrix(LinearLayer(name, (module,), False), (pattern,), gives)
 
     def inverse() -> torch.Tensor:
         scale = torch.rand(hidden, generator=generator, device=device) + 0.1
@@ -71,7 +68,7 @@ def make(shape: tuple[int, ...], pattern: Pattern, rows: int | None, device: str
             ),
             Group([matrix(f"{i}.o", hidden, heads * width, reads)], columns, blocks_of_heads, []),
             Group([matrix(f"{i}.gate", inner, hidden), matrix(f"{i}.up", inner, hidden)], reads, inverse(), []),
-            Group([matrix(f"{i}.down", hidden, inner, reads, free=True)], None, torch.ones(inner, device=device), []),
+            Group([matrix(f"{i}.down", hidden, inner, reads)], None, torch.ones(inner, device=device), []),
         ]
         blocks.append((None, groups))
     objective = Objective(blocks)
@@ -86,16 +83,16 @@ def measure(
     whole, place = SHAPES[shapes], torch.device(device)
     made = layers or whole[-1]
     parsed = parse_pattern(pattern, None if ":" in pattern else 0.7)
-    objective, spaces = make((*whole[:-1], made), parsed, rows, device, getattr(torch, dtype))
-    learn(objective, spaces, 1, 0.01, place)
+    objective, spaces = make((*whole[:-1], made), parsed, device, getattr(torch, dtype))
+    learn(objective, spaces, 1, 0.01, place, rows=rows)
     wait_for(place)
     started, done = time.perf_counter(), 0
 
     def count(state) -> None:
         nonlocal done
-        done = len(state.history)
+        done = state.steps
 
-    learn(objective, spaces, steps, 0.01, place, step_done=count)
+    learn(objective, spaces, steps, 0.01, place, rows=rows, step_done=count)
     wait_for(place)
     step = (time.perf_counter() - started) / done * whole[-1] / made
     return {"step": step, "peak": peak_bytes(place) if is_gpu(place) else None}
@@ -106,7 +103,7 @@ def main() -> None:
     arguments.add_argument("--shapes", choices=SHAPES, default="demo", help="of which model")
     arguments.add_argument("--layers", type=int, help="decoder layers that are made; all")
     arguments.add_argument("--steps", type=int, default=10, help="that are timed, after one that is not")
-    arguments.add_argument("--rows", type=int, help="of each matrix that are looked at; all")
+    arguments.add_argument("--rows", type=int, help="of each matrix that a step uses; all")
     arguments.add_argument("--pattern", default="2:4", help="n:m, or unstructured at 0.7")
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")

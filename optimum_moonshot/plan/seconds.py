@@ -15,6 +15,7 @@ from ..model.weights import RESIDENT
 from ..pipeline.block_sequences import BlockSequence, passing_on, without_weights
 from ..pipeline.selection import Selection, Subject
 from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
+from ..rotate.learning import PATIENCE
 from ..rotate.permutation_search import search_products
 from .footprint import kind_of
 from .memory import Phase
@@ -113,8 +114,12 @@ def rotation_products(selection: Selection) -> float:
     """
     config, single = selection.config, [layer for layer in selection.layers if layer.groups == 1]
     width = max((layer.shape[1] for layer in single), default=0)
-    weights = sum(min(layer.shape[0], config.rotation_rows or layer.shape[0]) * layer.shape[1] for layer in single)
+    rows = config.rotation_rows
+    weights = sum(min(layer.shape[0], rows or layer.shape[0]) * layer.shape[1] for layer in single)
     products: float = config.rotation_steps * LEARNING_PRODUCTS * weights * width
+    if rows is not None:  # evaluations of all rows, forward alone
+        weights = sum(layer.shape[0] * layer.shape[1] for layer in single)
+        products += config.rotation_steps / PATIENCE * LEARNING_PRODUCTS / 3 * weights * width
     for block in selection.structure.blocks:
         layers = [layer for layer in block.layers if layer.groups == 1]
         widths = {layer.shape[1] for layer in layers}

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ..calibration.accumulators import GradientPlan
@@ -18,7 +17,7 @@ from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.walk import Stage
 from .group_spaces import find
-from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, sampled, set_totals, widest
+from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, set_totals
 from .permutation_search import competing
 from .scaling import OutputMoments
 from .spaces import Space
@@ -129,21 +128,13 @@ class _Gathering:
                 continue
             reads, _ = coordinates(first, self.spaces)
             inputs = self.prepared.storage.put(inverse(gram, reads), f"{first.name}: {INVERSE}")
-            group = Group([self._matrix(layer, reads is None) for layer in (first, *rest)], reads, inputs, [])
+            group = Group([self._matrix(layer) for layer in (first, *rest)], reads, inputs, [])
             block = self.block_of.get(first.name)
             self.groups.setdefault(None if block is None else block.name, []).append(group)
 
-    def _matrix(self, layer: PrunableLayer, free: bool) -> Matrix:
-        """A layer, with a sample of its rows, or else of its columns, if no rotation mixes them."""
-        config, patterns = self.prepared.selection.config, tuple(self.patterns(layer))
+    def _matrix(self, layer: PrunableLayer) -> Matrix:
         _, gives = coordinates(layer, self.spaces)
-        generator = torch.Generator().manual_seed(config.seed)
-        rows = columns = None
-        if not gives:
-            rows = sampled(layer.shape[0], config.rotation_rows, 1, generator)
-        elif free:
-            columns = sampled(layer.shape[1], config.rotation_rows, widest(patterns), generator)
-        return Matrix(layer, patterns, gives, rows, columns)
+        return Matrix(layer, tuple(self.patterns(layer)), gives)
 
     def objective(self) -> Objective:
         """All groups, in the order of the model."""

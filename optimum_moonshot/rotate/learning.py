@@ -20,7 +20,8 @@ from torch import Tensor
 from .objective import Objective
 from .spaces import Space
 
-# Learning stops if this many steps reduce the objective by less than this fraction.
+# Learning stops if this many steps reduce the objective by less than this fraction. Where the steps sample rows, the
+# objective of all rows is evaluated as often, which takes a third of a step's time with all rows.
 PATIENCE, GAIN = 10, 1e-3
 BETAS, EPSILON = (0.9, 0.999), 1e-12
 _PERMUTATION, _FACTORS = "permutation ", "factors "
@@ -35,7 +36,9 @@ class Learned:
     """
 
     tensors: dict[str, Tensor]
-    history: list[float] = field(default_factory=list)  # the objective before every step
+    # The objective of all rows: before every step, or before every tenth where the steps sample rows, and at the end.
+    history: list[float] = field(default_factory=list)
+    steps: int = 0
     seconds: float = 0.0
     done: bool = False  # the rotations are learned
     permutations: dict[str, Tensor] = field(default_factory=dict)  # space → int64 [count, width]
@@ -49,12 +52,12 @@ class Learned:
 
     @property
     def learned(self) -> float:
-        """The objective at the best step, never more than before."""
+        """The objective at the best evaluation, never more than before."""
         return min(self.history)
 
     @property
     def after(self) -> float:
-        """The objective at the best step, with the permutations."""
+        """The objective at the best evaluation, with the permutations."""
         return max(0.0, self.learned - sum(self.permutation_gains.values()))
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -65,7 +68,7 @@ class Learned:
             for prefix, by_name in by_prefix.items()
             for name, tensor in by_name.items()
         }
-        names = ("history", "seconds", "done", "permutation_gains", "finished")
+        names = ("history", "steps", "seconds", "done", "permutation_gains", "finished")
         return tensors, {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -85,6 +88,7 @@ def learn(
     rate: float,
     device: torch.device,
     state: Learned | None = None,
+    rows: int | None = None,
     step_done: Callable[[Learned], None] = lambda state: None,
     attempt: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> Learned:
@@ -94,6 +98,9 @@ def learn(
     radians, follows a cosine. Spaces to permute or scale are skipped; spaces outside the objective keep their basis.
     The `state` of an earlier call with the same arguments resumes it; `step_done` receives the state after every step.
     `attempt` calls a step, and may repeat it: a step that fails does not change the state.
+
+    Each step takes the gradient of other `rows` of every matrix, None for all: a rotation that was fitted to the same
+    64 rows in all steps reduced their objective by 36%, and that of all rows by 1% (SmolLM2-135M, 2:4).
     """
     families = _families(spaces)
     state = state or Learned(_start(families))
@@ -103,7 +110,7 @@ def learn(
     try:
         while not state.done:
             started = time.perf_counter()
-            attempt(partial(_step, objective, families, state, steps, rate))
+            attempt(partial(_step, objective, families, state, steps, rate, rows))
             state.seconds += time.perf_counter() - started
             step_done(state)
     finally:
@@ -121,13 +128,20 @@ def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
     return learned | {space: others[space.name] for space in spaces if space.name in others}
 
 
-def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
-    """Evaluate the objective at A, then take one step of Adam on A, unless this is the last evaluation.
+def _step(
+    objective: Objective,
+    families: Mapping[str, list[Space]],
+    state: Learned,
+    steps: int,
+    rate: float,
+    rows: int | None,
+) -> None:
+    """Evaluate the objective at A where it is due, then take one step of Adam on A, unless learning is done.
 
     The state changes only at the end, after everything that may run out of memory, so that a failed step can be
     repeated.
     """
-    number = len(state.history)
+    number, patience = state.steps, PATIENCE if rows is None else 1
     parameters = {name: state.tensors[f"{name}.at"].requires_grad_(number < steps) for name in families}
     whole: dict[str, Tensor] = {}
     leaves: dict[Space, Tensor] = {}
@@ -135,13 +149,18 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
         whole[name] = _orthogonal(parameters[name], family)
         by_space = whole[name].detach().split([space.count for space in family])
         leaves |= {space: leaf.requires_grad_(number < steps) for space, leaf in zip(family, by_space, strict=True)}
-    history = [*state.history, objective.value(leaves)]
+    history, done = state.history, False
     changed: dict[str, Tensor] = {}
-    if history[-1] < min(state.history, default=math.inf):
-        changed = {f"{name}.best": parameters[name].detach().clone() for name in families}
-    stalled = len(history) > PATIENCE and min(history) > (1 - GAIN) * min(history[:-PATIENCE])
-    done = number >= steps or not families or history[0] == 0 or stalled
+    if rows is None or number % PATIENCE == 0 or number >= steps:
+        at = leaves if rows is None else {space: leaf.detach() for space, leaf in leaves.items()}
+        history = [*history, objective.value(at)]
+        if history[-1] < min(state.history, default=math.inf):
+            changed = {f"{name}.best": parameters[name].detach().clone() for name in families}
+        stalled = len(history) > patience and min(history) > (1 - GAIN) * min(history[:-patience])
+        done = number >= steps or not families or history[0] == 0 or stalled
     if not done:
+        if rows is not None:
+            objective.sampled(rows, seed=number).value(leaves)
         now = rate * (1 + math.cos(math.pi * number / steps)) / 2
         for name, family in families.items():
             of_family = [leaves[space] for space in family]
@@ -149,7 +168,7 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
             (gradient,) = torch.autograd.grad(whole.pop(name), parameters[name], torch.cat(gradients))
             changed |= _adam(state.tensors, name, gradient, now, number + 1)
     state.tensors |= changed
-    state.history, state.done = history, done
+    state.history, state.steps, state.done = history, number + (not done), done
 
 
 @torch.no_grad()

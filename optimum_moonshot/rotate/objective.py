@@ -12,7 +12,7 @@ over the matrices.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,22 @@ class Group:
     inverse: Tensor  # of H: [d_in, d_in], its blocks [count, copies, width, width], or the diagonal [d_in]
     weights: list[float]  # of each matrix in the objective, divided by the sum of its dense scores
 
+    def sampled(self, count: int, generator: torch.Generator) -> "Group":
+        """The group with a sample of each matrix's rows, or else of its columns, where no rotation mixes them."""
+        matrices, weights = [], []
+        for matrix, weight in zip(self.matrices, self.weights, strict=True):
+            size, chosen = matrix.layer.shape[0], None
+            if not matrix.writes:
+                chosen = sampled(size, count, 1, generator)
+                matrix = replace(matrix, rows=chosen)
+            elif self.reads is None:
+                size = matrix.layer.shape[1]
+                chosen = sampled(size, count, widest(matrix.patterns), generator)
+                matrix = replace(matrix, columns=chosen)
+            matrices.append(matrix)
+            weights.append(weight if chosen is None else weight * size / len(chosen))
+        return Group(matrices, self.reads, self.inverse, weights)
+
 
 @dataclass(eq=False)
 class Objective:
@@ -84,6 +100,13 @@ class Objective:
             spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
             spaces |= dict.fromkeys(coordinates.space for matrix in group.matrices for coordinates in matrix.writes)
         return list(spaces)
+
+    def sampled(self, count: int, seed: int) -> "Objective":
+        """An estimate of the objective from `count` rows or columns of each matrix."""
+        generator = torch.Generator().manual_seed(seed)
+        return Objective(
+            [(block, [group.sampled(count, generator) for group in groups]) for block, groups in self.blocks]
+        )
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
         """The objective; its gradient is accumulated in the rotations that require one.
@@ -197,9 +220,9 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
             ]
 
 
-def sampled(count: int, most: int | None, together: int, generator: torch.Generator) -> Tensor | None:
+def sampled(count: int, most: int, together: int, generator: torch.Generator) -> Tensor | None:
     """At most `most` of the `count` rows or columns, chosen at random in runs of `together`; None for all."""
-    if most is None or count <= most or count % together:
+    if count <= most or count % together:
         return None
     first = torch.randperm(count // together, generator=generator)[: max(1, most // together)].sort().values
     return (first[:, None] * together + torch.arange(together)).flatten()

@@ -20,7 +20,6 @@ exchange is recomputed exactly before it is applied.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from math import lcm
 
 import torch
@@ -61,15 +60,13 @@ def permute_channels(
             diagonal = rotated_diagonal(group.inverse.to(device), None)
             rotated = {leaf: change.to(device) for leaf, change in leaves.items()}
             patterns = competing(matrix.patterns)
-            # The objective may sample rows or columns, the search uses all: a permutation fitted to some rows has no
-            # gain in the others, whose large weights are in other columns.
-            sampled = weight * float(removed(scores(group, matrix, diagonal, rotated), patterns))
-            whole = scores(group, replace(matrix, rows=None, columns=None), diagonal, rotated)
-        permutation = best_permutation(whole, patterns)
-        before, after = (float(removed(values, patterns)) for values in (whole, whole[:, permutation.to(device)]))
-        fraction = max(0.0, 1 - after / before) if before > 0 else 0.0
+            # Of all rows: a permutation fitted to some has no gain in the others, whose large weights are elsewhere.
+            values = scores(group, matrix, diagonal, rotated)
+        permutation = best_permutation(values, patterns)
+        before, after = (float(removed(scored, patterns)) for scored in (values, values[:, permutation.to(device)]))
         state.permutations[space.name] = permutation[None]
-        state.permutation_gains[space.name] = sampled * fraction * len(patterns) / len(matrix.patterns)
+        gain = weight * max(0.0, before - after)
+        state.permutation_gains[space.name] = gain * len(patterns) / len(matrix.patterns)
         step_done(state)
 
 

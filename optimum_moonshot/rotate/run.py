@@ -101,7 +101,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
         objective_learned=state.learned,
         permuted={space.name: space.width for space in spaces if changed and space.permuted},
         scales={name: float(scales.max() / scales.min()) for name, scales in state.factors.items() if changed},
-        steps=len(state.history) - 1,
+        steps=state.steps,
         seconds=time.perf_counter() - started,
         weighted=config.rotation_weights,
         untied_bytes=untied if changed else 0,
@@ -132,16 +132,18 @@ def _learn(
         prepared.backoff.with_more_memory(WHERE, work, partial(release_inverses, prepared, objective))
 
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
-        bar.update(len(state.history) if state else 0)
+        bar.update(state.steps if state else 0)
 
         def done(state: Learned) -> None:
             trim_host_memory()
             bar.update(1)
             bar.set_postfix_str(f"objective {state.after:.4f}")
-            if state.done or len(state.history) % SAVED_EVERY == 0:
+            if state.done or state.steps % SAVED_EVERY == 0:
                 store.put_rotation(*state.saved())
 
-        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, retried)
+        state = learn(
+            objective, basis.spaces, steps, config.rotation_lr, device, state, config.rotation_rows, done, retried
+        )
     permuted = [space for space in basis.spaces if space.permuted]
     shown = shown and bool(permuted)
     with progress_bar(total=len(permuted), desc="ordering neurons", unit="layer", shown=shown) as bar:

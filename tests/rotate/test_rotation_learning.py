@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import statistics
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_learning_resumes_from_a_state():
         pass
 
     def kill(state):
-        if len(state.history) == 6:
+        if state.steps == 6:
             kept.append(copy.deepcopy(Learned.load(*state.saved())))
             raise Killed
 
@@ -180,9 +181,54 @@ def test_learning_resumes_from_a_state():
         assert torch.equal(again.tensors[name], tensor), name
 
 
+@pytest.mark.parametrize("patterns", [(NM(2, 4),), (HALF,)])
+def test_sampled_rows_estimate_the_objective_and_its_gradient(patterns):
+    stream = space()
+    objective = problem(stream, patterns)
+    whole = {stream: torch.eye(8)[None].requires_grad_()}
+    value = objective.value(whole)
+    estimate, values = {stream: torch.eye(8)[None].requires_grad_()}, []
+    for seed in range(400):
+        values.append(objective.sampled(4, seed).value(estimate))
+    error = statistics.stdev(values) / 20
+    # The threshold of an unstructured pattern depends on the sample, so that its estimate has a bias.
+    bias = 0.2 * value if patterns == (HALF,) else 0
+    assert error > 0 and abs(statistics.fmean(values) - value) < 4 * error + bias
+    gradient, expected = estimate[stream].grad / 400, whole[stream].grad
+    assert float((gradient - expected).norm()) < 0.2 * float(expected.norm())
+
+
+def test_as_many_rows_as_there_are_is_the_objective():
+    stream = space()
+    objective = problem(stream)
+    at = unrotated(objective)
+    assert objective.sampled(1000, 3).value(at) == objective.value(at)
+
+
+def test_steps_on_sampled_rows_lower_the_objective_of_all_rows():
+    stream, heads = space(), space(4, 2)
+    objective = problem(stream, (NM(2, 4),), heads=heads)
+    state = learn(objective, [stream, heads], 40, 0.05, torch.device("cpu"), rows=4)
+    assert len(state.history) <= 5 and state.after < 0.97 * state.before and state.done
+    changes = rotations([stream, heads], state)
+    value = objective.value({each: matrix.float() for each, matrix in changes.items()})
+    assert value == pytest.approx(state.after, rel=1e-4)
+
+
+def test_learning_on_sampled_rows_resumes_from_a_state():
+    stream, states = space(), []
+    arguments = ([stream], 25, 0.05, torch.device("cpu"))
+    whole = learn(problem(stream), *arguments, rows=4)
+    learn(problem(stream), *arguments, rows=4, step_done=lambda state: states.append(copy.deepcopy(state)))
+    again = learn(problem(stream), *arguments, state=Learned.load(*states[12].saved()), rows=4)
+    assert again.history == whole.history and again.steps == whole.steps
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(again.tensors[name], tensor), name
+
+
 def test_sampled_indices_are_sorted_and_aligned():
     generator = torch.Generator().manual_seed(0)
-    assert sampled(10, None, 1, generator) is None and sampled(10, 10, 1, generator) is None
+    assert sampled(10, 10, 1, generator) is None
     rows = sampled(100, 10, 1, generator)
     assert len(set(rows.tolist())) == 10 and rows.tolist() == sorted(rows.tolist())
     columns = sampled(64, 20, 4, generator).view(-1, 4)
