@@ -174,6 +174,23 @@ def test_a_repeated_step_of_a_rotation_changes_no_bit(monkeypatch, tmp_path, nam
     )
 
 
+def test_the_size_that_is_halved(tmp_path):
+    """Statistics that fill the device, then samples, other statistics, caches, and nothing: one more attempt."""
+    trying = Backoff(Storage(torch.device("cpu"), 800, str(tmp_path), free={torch.device("cpu"): 10_000}))
+    four, one = ([{"input_ids": torch.zeros(size, 2, dtype=torch.int64)}] for size in (4, 1))
+    trying.cached, trying.failure = 40, "CUDA out of memory"
+    assert trying.shrink("here", four, (400, 200)) == "rows" and trying.storage.most == 400
+    assert trying.shrink("here", four, (100, 60)) == "samples" and trying.samples.size == 2
+    assert trying.shrink("here", one, (100, 60)) == "rows" and trying.rows.size == 60
+    trying.in_solver = True  # where fewer samples would not help
+    assert trying.shrink("here", four, (100, 60)) == "rows"
+    assert trying.shrink("here", four) == "caches" and trying.storage.caches == 20
+    trying.cached = 0
+    assert trying.shrink("here", four) == "again"
+    with pytest.raises(torch.OutOfMemoryError):
+        trying.shrink("here", four)
+
+
 def test_a_retry_spills_half_of_the_caches(tmp_path):
     storage = Storage(torch.device("cpu"), 1000, str(tmp_path), free={torch.device("cpu"): 10_000})
     kept, trying, attempts = storage.put(torch.ones(100), "a cache"), Backoff(storage), []
