@@ -64,7 +64,8 @@ def remove_tokens(report: PruneReport, shrunk: ShrinkReport) -> None:
     """Subtract the tokens that were removed from a pruned model from the sizes in its report."""
     fewer, smaller = (before - after for before, after in (shrunk.parameters, shrunk.bytes))
     report.parameters -= fewer
-    report.other_bytes = None if report.other_bytes is None else report.other_bytes - smaller
+    rounded = report.embedding_bits is not None  # then `smaller` is not the change of the packed file
+    report.other_bytes = None if report.other_bytes is None or rounded else report.other_bytes - smaller
     if report.shrink is not None:
         sizes = {"parameters": shrunk.parameters[1], "bytes": shrunk.bytes[1]}
         changes: dict[str, Any] = {name: (getattr(report.shrink, name)[0], after) for name, after in sizes.items()}

@@ -93,7 +93,8 @@ def _add_vocabulary(shrunk: Shrunk, smaller: VocabularyReport, dense: float) -> 
     sizes: dict[str, Any] = {
         name: (getattr(smaller, name)[0], getattr(report.shrink, name)[1]) for name in ("parameters", "bytes")
     }
-    report.shrink = dataclasses.replace(report.shrink, dense=dense, vocabulary=smaller, **sizes)
+    seconds = None if report.shrink.seconds is None else (dense, report.shrink.seconds[1])
+    report.shrink = dataclasses.replace(report.shrink, dense=dense, seconds=seconds, vocabulary=smaller, **sizes)
     report.compaction = {**report.compaction, "parameters": list(sizes["parameters"])}
     attach_decision(shrunk.model, report)
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import transformers as hf
+from tokenizers import Tokenizer, models
 from trained_tokenizers import BY_NAME, LINES, SIZE, loaded, random_texts
 
 from optimum_moonshot.errors import MoonshotError
@@ -106,6 +107,20 @@ def test_merges_as_strings(tmp_path):
     assert [merge.split(" ") for merge in new["merges"]] == expected["merges"] and new["vocab"] == expected["vocab"]
 
 
+def test_the_lowest_score_stays_since_unknown_characters_cost_more_than_it():
+    """At -25 instead of -50, an unknown X would make "a", X, "bcd" the best path of a text of remaining tokens."""
+    scores = {"<unk>": 0, "a": -1, "b": -15, "c": -15, "d": -15, "z": -15, "aXb": -15, "cd": -15, "bcd": -1}
+    scores |= {"cdcd": -2, "zz": -3, "zzz": -40, "zzzz": -4}
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(list(scores.items()), 0)))
+    pieces = ["aXb", "cd"]
+    assert tokenizer.tokenize("aXbcd") == pieces
+    tokens = Tokens.of(tokenizer, len(tokenizer))
+    counts = dict.fromkeys(tokenizer.convert_tokens_to_ids([*pieces, "bcd"]), 1)
+    small = tokens.smaller(tokenizer, tokens.choose(counts, (), len(scores) - 3))
+    assert small.get_vocab().keys() == scores.keys() - {"cdcd", "zz", "zzzz"}
+    assert small.tokenize("aXbcd") == pieces
+
+
 def test_truncation_and_padding_stay_set(tmp_path):
     """As in files of sentence-transformers, whose texts are longer than the sequences of the model."""
     tokenizer = loaded("bert", tmp_path)
@@ -131,8 +146,6 @@ def test_an_added_token_without_an_embedding_stays_behind_all_others(tmp_path):
 
 
 def test_tokenizers_whose_tokens_cannot_be_removed(tmp_path):
-    from tokenizers import Tokenizer, models
-
     words = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, "<unk>")))
     with pytest.raises(MoonshotError, match="is a WordLevel tokenizer: a word that is removed cannot be spelled"):
         Tokens.of(words, 2)

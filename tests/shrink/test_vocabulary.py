@@ -243,11 +243,16 @@ def test_a_target_counts_the_smaller_vocabulary_first(tmp_path):
         MoonshotPruner(model, config, tokenizer).shrink(batches, vocabulary=600, parameters=0.5, progress=False)
 
 
+INTEGERS = dict(solver="sparsegpt", sparsity=0.5, bits=8, embedding_bits=8, quant_group=64, lam=1)
+
+
+@pytest.mark.parametrize("method", [dict(solver="magnitude", pattern="2:4"), INTEGERS])
 @pytest.mark.parametrize("order", ["prune first", "vocabulary first"])
-def test_a_pruned_model_keeps_its_zeros(tmp_path, order):
+def test_a_pruned_model_keeps_its_zeros_and_integers(tmp_path, order, method):
     model, tokenizer = build("tied", tmp_path / "tokenizer")
-    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="2:4"), tokenizer)
-    steps = [lambda: pruner.prune(progress=False), lambda: pruner.shrink(vocabulary=TEXTS, progress=False)]
+    config = MoonshotConfig(**method, num_samples=4, sequence_length=32)
+    pruner = MoonshotPruner(model.bfloat16(), config, tokenizer)
+    steps = [lambda: pruner.prune(CALIBRATION, progress=False), lambda: pruner.shrink(vocabulary=TEXTS, progress=False)]
     for step in steps if order == "prune first" else steps[::-1]:
         step()
     report, small = pruner.report, pruner.model
