@@ -16,10 +16,9 @@ a map T of the layer's output, W ← T W; the inputs are 2 to 4 times as many as
 ρ = tr(Σ z zᵀ) / tokens: as if the data had another token for each input, of mean energy, without a change. So the fit
 is close to deletion if tokens are few. Measured beside other ridges in docs/shrink.md.
 
-Several short runs lose less than one long run, and a set of runs about as much as the sum of them. So the losses of at
-most 1.5 times as many runs as there are blocks are measured: of every single block, and of the best third of the runs
-of each length with one block more. Of every number of blocks, the set of runs with the least sum follows by dynamic
-programming.
+Of every number of blocks, the set of runs with the least sum of losses is removed, by dynamic programming. The losses
+are measured of every single block, and of the best quarter of the runs of each length with one block more at either
+end: two to three times as many runs as the model has blocks.
 
 The layers are found by a probe: a random change of the layer's output changes the block's by s times as much. A norm
 behind the layer (Gemma 2), experts, or blocks that do not follow each other fail it, and their runs are deleted.
@@ -63,8 +62,6 @@ from ..pipeline.walk import Stop
 
 # The sums of a pass need at most the memory of the model, or this.
 LEAST_BYTES = 2**30
-# The most blocks of a run whose loss is measured.
-LONGEST = 4
 
 Run = tuple[int, int]  # the block before a run of removed blocks, and the last of the run
 
@@ -325,24 +322,26 @@ class Merging:
         return runs
 
 
-def measure_runs(possible: Collection[Run], most: int, measure: Callable[[Run], float]) -> dict[Run, float]:
-    """The losses of runs: of all with one block, then of the best third of each length with one block more.
+def measure_runs(
+    possible: Collection[Run], most: int, measure: Callable[[Run, Sequence[Run]], float]
+) -> dict[Run, float]:
+    """The losses of runs: of all with one block, then of the best quarter of each length with one block more.
 
     Args:
         possible: the runs that can be merged.
         most: the largest number of blocks to remove.
-        measure: returns the increase of the model's loss without a run.
+        measure: returns the increase of the model's loss without a run, which is one of the given runs of its length.
 
     Returns:
         The losses of those that were measured.
     """
-    losses = dict[Run, float]()
-    runs = sorted(run for run in possible if run[1] - run[0] == 1)
-    for _ in range(min(LONGEST, most)):
-        measured = {run: measure(run) for run in runs}
+    losses, runs = dict[Run, float](), sorted(run for run in possible if run[1] - run[0] == 1)
+    for _ in range(most):
+        measured = {run: measure(run, runs) for run in runs}
         losses |= measured
-        better = sorted(measured, key=lambda run: measured[run])[: math.ceil(len(measured) / 3)]
-        runs = sorted((before, last + 1) for before, last in better if (before, last + 1) in possible)
+        best = sorted(measured, key=lambda run: measured[run])[: math.ceil(len(measured) / 4)]
+        longer = {grown for before, last in best for grown in ((before, last + 1), (before - 1, last))}
+        runs = sorted(longer.intersection(possible))
     return losses
 
 

@@ -23,7 +23,7 @@ from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
 from .blocks import BlockScores, score_blocks
 from .losses import BLOCKS
-from .merging import LONGEST, Merging, Run, best_sets, find_output_layers, measure_runs
+from .merging import Merging, Run, best_sets, find_output_layers, measure_runs
 from .widths import Width, trial_configs
 
 # Samples on which losses are measured, spread over the calibration data; and on which parts are only compared with each
@@ -140,15 +140,17 @@ class Trials:
         # On other samples than those that compare the runs: a fit to 16 samples lowers their loss by 0.02 nats.
         samples = self.prepared.calibration.spread(SAMPLES, without=FEW)
         merging = Merging(dataclasses.replace(self.prepared, data=samples), self.merging.outputs)
-        pairs = [(before, before + length) for before in merging.outputs for length in range(1, min(LONGEST, most) + 1)]
-        pairs = [run for run in pairs if run[1] < len(self.blocks)]
+        count = len(self.blocks)
+        pairs = [(before, last) for before in range(count) for last in range(before + 1, min(before + most + 1, count))]
         possible = {run for run in pairs if merging.runs(range(run[0] + 1, run[1] + 1)) == [run]}
         dense = self.loss("dense", few=True)
 
-        def measure(run: Run) -> float:
+        def measure(run: Run, runs: Sequence[Run]) -> float:
             @contextmanager
             def merged() -> Iterator[None]:
-                merging.fit(sorted(possible))
+                if run not in merging.fitted:
+                    merging.fitted.clear()  # shorter runs
+                    merging.fit(runs)
                 with merging.applied(range(run[0] + 1, run[1] + 1)):
                     yield
 

@@ -267,11 +267,18 @@ def test_the_set_of_least_loss_is_that_of_a_complete_search():
 
 def test_few_runs_are_measured():
     possible = {(before, before + length) for before in range(29) for length in (1, 2, 3, 4) if before + length < 30}
-    measured = measure_runs(possible, 10, lambda run: (run[1] - run[0]) * 1.0 / (1 + run[0]))
-    assert len(measured) <= 45
+    levels = []
+
+    def measure(run, runs):
+        assert run in runs and {last - before for before, last in runs} == {run[1] - run[0]}
+        levels.append(run[1] - run[0])
+        return (run[1] - run[0]) * 1.0 / (1 + run[0])
+
+    measured = measure_runs(possible, 10, measure)
+    assert len(measured) == len(levels) <= 60 and levels == sorted(levels)
     assert {run for run in measured if run[1] - run[0] == 1} == {run for run in possible if run[1] - run[0] == 1}
     assert (25, 28) in measured and (0, 2) not in measured
-    assert all(run[1] - run[0] == 1 for run in measure_runs(possible, 1, lambda run: -1.0))
+    assert all(run[1] - run[0] == 1 for run in measure_runs(possible, 1, lambda *_: -1.0))
 
 
 def test_a_repeated_run_measures_no_run_again(monkeypatch, tmp_path):
