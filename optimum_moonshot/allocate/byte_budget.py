@@ -121,7 +121,7 @@ def _budget(
         budget, value = target - fixed, math.ceil(least + fixed)
         message = f"the smallest choices need {value:,} bytes, {fixed:,} of them for other parameters and headers"
         field = "target_bytes"
-        smaller = ", or word embeddings fewer bits, by {}" if grid is None or grid.bits > 4 else ""
-    hint = Text(f"give at least {value}{smaller}", *([Option("embedding_bits", 4)] if smaller else []))
+        smaller = ", or round the word embeddings, by {}" if grid is None else ""
+    hint = Text(f"give at least {value}{smaller}", *([Option("embedding_bits", 8)] if smaller else []))
     require(least <= budget, message, field=field, value=getattr(config, field), hint=hint)
     return budget

@@ -153,7 +153,7 @@ def test_a_target_of_bytes_counts_rounded_embeddings(tmp_path):
     assert 0.7 * target < size <= target
     config = MoonshotConfig(**{**SETTINGS, **budget}, target_bytes=target, embedding_bits=16)
     again = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**TEXT, **sizes})))
-    with pytest.raises(MoonshotError, match="target_bytes=.*the smallest choices need.*embedding_bits=4"):
+    with pytest.raises(MoonshotError, match="target_bytes=.*the smallest choices need.*embedding_bits=8"):
         MoonshotPruner(again, config).prune(token_batches(), progress=False)
 
 
