@@ -143,7 +143,8 @@ def test_the_notebook(folder, tmp_path, monkeypatch):
     results = notebooks.run(tmp_path, monkeypatch, "wanda", 4, 64, 8, 4)
     assert "Paris" in results["answer"](hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     assert results["dense"].value < results["trained"].value < results["pruned"].value
-    assert results["callback"].masks.sparsity() == 0.5 and verify(tmp_path / "outputs/SmolLM2-2of4-trained")
+    assert results["callback"].masks.sparsity() == pytest.approx(0.5, abs=1e-4)  # some weights are 0 in the dense model
+    assert verify(tmp_path / "outputs/SmolLM2-2of4-trained")
 
 
 def test_the_demo_shows_the_model_before_and_after(tmp_path, capsys):
