@@ -181,21 +181,16 @@ def test_learning_resumes_from_a_state():
         assert torch.equal(again.tensors[name], tensor), name
 
 
-@pytest.mark.parametrize("patterns", [(NM(2, 4),), (HALF,)])
-def test_sampled_rows_estimate_the_objective_and_its_gradient(patterns):
+def test_sampled_rows_estimate_the_objective_and_its_gradient():
     stream = space()
-    objective = problem(stream, patterns)
-    whole = {stream: torch.eye(8)[None].requires_grad_()}
+    objective = problem(stream, (NM(2, 4),))
+    whole, estimate = ({stream: torch.eye(8)[None].requires_grad_()} for _ in range(2))
     value = objective.value(whole)
-    estimate, values = {stream: torch.eye(8)[None].requires_grad_()}, []
-    for seed in range(400):
-        values.append(objective.sampled(4, seed).value(estimate))
+    values = [objective.sampled(4, seed).value(estimate) for seed in range(400)]
     error = statistics.stdev(values) / 20
-    # The threshold of an unstructured pattern depends on the sample, so that its estimate has a bias.
-    bias = 0.2 * value if patterns == (HALF,) else 0
-    assert error > 0 and abs(statistics.fmean(values) - value) < 4 * error + bias
+    assert error > 0 and abs(statistics.fmean(values) - value) < 4 * error
     gradient, expected = estimate[stream].grad / 400, whole[stream].grad
-    assert float((gradient - expected).norm()) < (0.5 if bias else 0.2) * float(expected.norm())
+    assert float((gradient - expected).norm()) < 0.2 * float(expected.norm())
 
 
 def test_as_many_rows_as_there_are_is_the_objective():
