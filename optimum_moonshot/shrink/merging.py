@@ -247,8 +247,7 @@ class Merging:
         return runs
 
     def _same_list(self, first: int, last: int) -> bool:
-        parents = {self.blocks[index].name.rpartition(".")[0] for index in range(first, last + 1)}
-        return len(parents) == 1
+        return len({self.blocks[index].name.rpartition(".")[0] for index in range(first, last + 1)}) == 1
 
     @torch.no_grad()
     def fit(self, runs: Collection[Run]) -> None:
@@ -258,12 +257,11 @@ class Merging:
             now = self._within_memory(missing)
             missing = [run for run in missing if run not in now]
             for before, sums in self._collect(now).items():
-                layer = self.outputs[before].layer
-                bias = _bias(layer)
-                for last, update in sums.updates(self.outputs[before]).items():
-                    weight = layer.matrix.double().cpu() + update[:, : layer.shape[1]]
+                output, bias = self.outputs[before], _bias(self.outputs[before].layer)
+                for last, update in sums.updates(output).items():
+                    weight = output.layer.matrix.double().cpu() + update[:, : output.layer.shape[1]]
                     shift = None if bias is None else (bias.double().cpu() + update[:, -1]).to(bias)
-                    self.fitted[before, last] = weight.to(layer.matrix), shift
+                    self.fitted[before, last] = weight.to(output.layer.matrix), shift
 
     def _within_memory(self, runs: Sequence[Run]) -> list[Run]:
         """The first of some runs whose sums need at most `most_bytes`; at least one."""
@@ -305,7 +303,7 @@ class Merging:
 
     @torch.no_grad()
     def write(self, model: nn.Module, blocks: Collection[int]) -> list[Run]:
-        """Write the fitted layers into a model without some blocks; returns the runs that they replace."""
+        """Write the fitted layers into a model without some blocks, and drop them; returns the runs they replace."""
         remaining = [index for index in range(len(self.blocks)) if index not in blocks]
         structure = find_structure(model).blocks
         runs = self.runs(blocks)
@@ -319,6 +317,7 @@ class Merging:
             shift = _bias(layer)
             if shift is not None and bias is not None:
                 shift.copy_(bias)
+        self.fitted.clear()
         return runs
 
 
