@@ -121,7 +121,7 @@ def test_the_gguf_file_itself_is_pruned_and_saved(folder, tmp_path):
 
 def test_it_becomes_smaller(folder, dense_perplexity, tmp_path):
     """Few samples: the choice of the parts is tested, not its quality."""
-    config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, sequence_length=64)
+    config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=16, sequence_length=64)
     pruner = MoonshotPruner.from_pretrained(folder, config, dtype="float32")
     before = sum(parameter.numel() for parameter in pruner.model.parameters())
     report = pruner.shrink(CALIBRATION, parameters=0.9, progress=False)
