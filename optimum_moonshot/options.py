@@ -104,9 +104,9 @@ class Options:
         8,
         "bits of the word embeddings and the LM head, tied or not, with --bits or --target-bytes: 8, 4, or 16, which "
         "leaves them as they are",
-        more="They are rounded to nearest after the run, with the scales of least error, one per `quant_group`. 8 bits "
-        "leave the perplexity of SmolLM2-135M as it is, 4 bits add 63%. Position embeddings are not rounded; a head that "
-        "`targets` selects is pruned instead. None is 16.",
+        more="They are rounded to nearest after the run, with the scales of least error, one per `quant_group`. "
+        "8 bits do not change the perplexity of SmolLM2-135M, 4 bits add 63%. Position embeddings are not rounded; a "
+        "head that `targets` selects is pruned instead. None is 16.",
     )
 
     solver: str = option(
