@@ -113,12 +113,3 @@ def test_the_digest_depends_on_names_shapes_dtypes_and_values():
         assert inputs([{"x": moved}], 2).digest == digests[0]  # independent of the memory layout
     assert inputs([{"x": base[:, None], "y": torch.arange(4)[::2]}], 2).num_samples == 2
     assert inputs([{"y": base, "x": base}], 2).digest == digests[5]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_samples", 0), ("num_samples", 1.5), ("batch_size", 0), ("batch_size", True), ("seed", -1)],
-)
-def test_counts_must_be_whole_numbers(field, value):
-    with pytest.raises(MoonshotError, match=f"{field}={value}: give a whole number"):
-        load(SHORT, **{field: value})
