@@ -386,9 +386,10 @@ def test_a_rotated_model_notes_its_vocabulary(tmp_path):
 
 def test_the_command(tmp_path, capsys):
     (tmp_path / "corpus.txt").write_text("".join(TEXTS))
+    (tmp_path / "other.txt").write_text((DEMO / "heldout.txt").read_text(encoding="utf-8")[:6000])
     main(["shrink", str(DEMO), "--vocabulary", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "text")])
     assert "tokens of corpus.txt" in capsys.readouterr().out
-    counted = ["--vocabulary", "1024", "--calibration", CALIBRATION, "--eval", str(DEMO / "heldout.txt")]
+    counted = ["--vocabulary", "1024", "--calibration", CALIBRATION, "--eval", str(tmp_path / "other.txt")]
     main(["shrink", str(DEMO), *counted, "--output", str(tmp_path / "count")])
     assert hf.AutoConfig.from_pretrained(tmp_path / "count").vocab_size == 1024
     assert "note        per token, which other vocabularies make incomparable" in capsys.readouterr().out
