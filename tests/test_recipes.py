@@ -13,14 +13,15 @@ def test_the_papers_recipe_is_the_default_configuration_with_terms_of_the_rows()
 
 
 def test_settings_of_each_recipe():
-    config = MoonshotConfig.recipe(0.8, "fast")
+    config = MoonshotConfig.recipe(0.8)
+    assert config == MoonshotConfig.recipe(0.8, "fast")
     assert (config.solver, config.fisher, config.rotation, config.allocation) == ("alps", "shared", None, "fisher")
     config = MoonshotConfig.recipe("2:4", "fast")
     assert (config.pattern, config.lam, config.rotation, config.allocation) == ("2:4", 0.9, None, "uniform")
-    config = MoonshotConfig.recipe(0.8)
+    config = MoonshotConfig.recipe(0.8, "one-shot")
     assert (config.solver, config.sparsity, config.lam) == ("alps", 0.8, 0.5)
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
-    config = MoonshotConfig.recipe("2:4")
+    config = MoonshotConfig.recipe("2:4", "one-shot")
     assert (config.pattern, config.rotation, config.allocation, config.recover) == ("2:4", "learned", "uniform", None)
     assert MoonshotConfig.recipe(0.8, "recovered").recover == "gradual"
     assert MoonshotConfig.recipe("2:4", "recovered").recover == "blockwise"
@@ -33,7 +34,7 @@ def test_every_recipe_allocates_a_mixture_of_n_m(budget):
 
 
 def test_explicit_fields_override_the_recipe():
-    config = MoonshotConfig.recipe(0.6, lam=1, rotation=None, num_samples=16)
+    config = MoonshotConfig.recipe(0.6, "one-shot", lam=1, rotation=None, num_samples=16)
     assert (config.lam, config.rotation, config.num_samples, config.allocation) == (1, None, 16, "fisher")
 
 
