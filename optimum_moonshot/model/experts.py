@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import MoonshotError, Option, Text, require
-from .layer_kinds import Pair, PrunableLayer, See
-from .layer_kinds import expert_parameters as expert_parameters  # for the users of experts
+from .layer_kinds import Pair, PrunableLayer, See, expert_parameters
 
 _IMPLEMENTATION = "_experts_implementation"  # of a configuration: the implementation of experts in transformers
 

@@ -15,7 +15,7 @@ from ..errors import MoonshotError
 from ..experts.choice import MixtureProblems
 from ..experts.removal import ExpertRemoval
 from ..model.calls import evaluation_mode
-from ..model.experts import expert_parameters
+from ..model.layer_kinds import expert_parameters
 from ..model.mixtures import Mixture, Mixtures, find_mixtures
 from ..objective.patterns import Experts
 from ..objective.removal import Removal

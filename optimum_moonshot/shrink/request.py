@@ -15,7 +15,7 @@ from ..model.calls import Forward
 from ..model.layers import visited
 from ..model.losses import token_mask
 from ..model.model_info import text_setting
-from ..model.offload import RESIDENT
+from ..model.weights import RESIDENT
 from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder

@@ -37,8 +37,8 @@ from ..errors import MoonshotError, Text, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import find_blocks, visited
 from ..model.losses import Loss, loss_gradient, token_mask
-from ..model.offload import RESIDENT
 from ..model.structured_groups import probe_inputs
+from ..model.weights import RESIDENT
 from ..objective.linalg import all_finite
 from ..rotate.spaces import RESIDUAL, Folding, Space, find_spaces
 from ..rotate.trace import Trace

@@ -19,8 +19,8 @@ from ..model.calls import check_usable, close, evaluation_mode, model_device, ru
 from ..model.compaction import build_smaller, copied
 from ..model.layers import visited
 from ..model.model_info import config_fields, edited, embedded_tokens, last_line, on_meta_device
-from ..model.offload import RESIDENT
 from ..model.structured_groups import probe_inputs
+from ..model.weights import RESIDENT
 from ..reports.record import PruningRecord
 
 # Fields of configurations with token ids, also in lists; others with "tokens" in their names are numbers of tokens.
