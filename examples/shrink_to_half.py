@@ -9,9 +9,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
-
-CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, recover="distill")
+from optimum_moonshot import MoonshotPruner, perplexity
 
 
 def main(
@@ -19,13 +17,13 @@ def main(
     model: str | Path = "HuggingFaceTB/SmolLM2-135M",
     calibration: Any = "c4",
     test: Any = "wikitext2",
-    config: MoonshotConfig = CONFIG,
     parameters: float = 0.5,
+    **options: Any,
 ) -> None:
     """Print the decision and the perplexity before and after; the model is in `output`."""
-    pruner = MoonshotPruner.from_pretrained(model, config, dtype="float32")
+    pruner = MoonshotPruner.from_pretrained(model, dtype="float32")
     before = perplexity(pruner.model, pruner.tokenizer, test).value
-    report = pruner.shrink(calibration, parameters=parameters)
+    report = pruner.shrink(calibration, parameters=parameters, recover="distill", **options)
     print(report.table())  # the chosen parts, and the alternatives
     pruner.save_pretrained(output)
 

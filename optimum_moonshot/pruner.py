@@ -18,6 +18,7 @@ from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled
 from .model.losses import default_loss
+from .options import OPTIONS
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
 from .plan.inputs import MachineMemory
@@ -76,6 +77,7 @@ class MoonshotPruner:
         config = WITHOUT_PATTERN if config is None else config
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = uncompiled(model), config, tokenizer, processor
+        self._without_pattern = config is WITHOUT_PATTERN
         self._origin, self._side_files = find_origin(self.model), SideFiles(source_of(self.model))
         # A model that was pruned while it was loaded has its report.
         self.report: PruneReport | None = getattr(model, "moonshot_report", None)
@@ -126,7 +128,7 @@ class MoonshotPruner:
         for name, folder in folders.items():
             if folder is not None:
                 check_path(name, folder)
-        configured = self.config is not WITHOUT_PATTERN or call in ("shrink", "reduce_width")
+        configured = not self._without_pattern or call in ("shrink", "reduce_width")
         hint = 'such as MoonshotConfig.recipe("2:4"), or MoonshotConfig(sparsity=0.5)'
         require(configured, "no configuration says what to remove: give one", field="config", hint=hint)
         loss = default_loss(self.model, self.config.seed) if loss is None else loss
@@ -433,13 +435,14 @@ class MoonshotPruner:
         forward: Forward | None = None,
         progress: bool = True,
         resume_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> ShrinkReport:
         """Make the model smaller: remove tokens, or the blocks, neurons and heads that a target requires, or both.
 
         The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
-        becomes a new dense model with a smaller configuration; the given one is unchanged. A configuration, if the
-        pruner has one, has ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set it is 0.5 if heads
-        are removed, else 1. `recover` applies afterwards.
+        becomes a new dense model with a smaller configuration; the given one is unchanged. The pruner needs no
+        `MoonshotConfig`; one that it has is of ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set
+        it is 0.5 if heads are removed, else 1. `recover` applies afterwards.
 
         A smaller `vocabulary` needs no target and no calibration pass; `pruner.tokenizer` becomes a smaller one. Text
         of the remaining tokens has the same tokens and the same logits as before; other text has more tokens, since all
@@ -457,6 +460,7 @@ class MoonshotPruner:
             forward: as for `prune`.
             progress: as for `prune`.
             resume_dir: as for `prune`; the measurements in it serve any target.
+            options: fields of `MoonshotConfig`, such as `num_samples` or `recover`, which replace those of the pruner.
 
         Returns:
             The decision, also kept as ``pruner.report.shrink``; of a vocabulary alone as `pruner.vocabulary`.
@@ -465,6 +469,9 @@ class MoonshotPruner:
             MoonshotError: no target or several, one that no combination reaches, or tokens that cannot be removed.
         """
         target = Target.optional(vocabulary is None, parameters=parameters, bytes=bytes, latency=latency)
+        unknown = ", ".join(sorted(set(options) - set(OPTIONS)))
+        require(not unknown, f"{unknown}: neither an argument of shrink nor a field of MoonshotConfig")
+        self.config = dataclasses.replace(self.config, **options)
         message = "the vocabulary is smaller already"
         require(vocabulary is None or self.vocabulary is None, message, field="vocabulary", hint="load the model again")
         with self._run("shrink", loss, forward, progress, resume_dir=resume_dir) as subject:

@@ -91,8 +91,7 @@ def parameters(folder):
 
 def test_a_model_is_shrunk(tiny, texts, tmp_path, capsys):
     sizes = dict(num_samples=4, sequence_length=32, recover_steps=4)
-    config = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, recover="distill", **sizes)
-    run("shrink_to_half", tmp_path / "out", tiny, config=config, parameters=0.9, **texts)
+    run("shrink_to_half", tmp_path / "out", tiny, parameters=0.9, **texts, **sizes)
     before, after = map(parameters, (tiny, tmp_path / "out"))
     assert after <= 0.9 * before
     assert f"{before:,} → {after:,} parameters" in capsys.readouterr().out

@@ -132,6 +132,19 @@ def test_a_target_is_all_that_a_pruner_needs():
         pruner.prune(BATCHES)
 
 
+def test_options_replace_those_of_the_configuration():
+    pruner, other = MoonshotPruner(make("llama")), MoonshotPruner(make("llama"), CONFIG)
+    chosen = pruner.shrink(BATCHES, parameters=0.9, num_samples=CONFIG.num_samples, progress=False).chosen
+    assert chosen == other.shrink(BATCHES, parameters=0.9, progress=False).chosen
+    assert pruner.config.num_samples == CONFIG.num_samples and pruner.report.config["num_samples"] == CONFIG.num_samples
+    with pytest.raises(MoonshotError, match="sampels: neither an argument of shrink nor a field of MoonshotConfig"):
+        pruner.shrink(BATCHES, parameters=0.9, sampels=4)
+    with pytest.raises(MoonshotError, match="num_samples=0"):
+        pruner.shrink(BATCHES, parameters=0.9, num_samples=0)
+    with pytest.raises(MoonshotError, match="config: no configuration says what to remove"):
+        pruner.prune(BATCHES)
+
+
 def test_fewer_tokens_than_the_hidden_size_are_refused():
     """On 12 tokens, 12 of the 16 directions of the residual stream reproduce all hidden states."""
     pruner = MoonshotPruner(make("llama"), dataclasses.replace(CONFIG, num_samples=1))
