@@ -475,8 +475,8 @@ class MoonshotPruner:
         message = "the vocabulary is smaller already"
         require(vocabulary is None or self.vocabulary is None, message, field="vocabulary", hint="load the model again")
         with self._run("shrink", loss, forward, progress, resume_dir=resume_dir) as subject:
-            options = (batch_shape, forward, resume_dir, hidden_multiple, vocabulary)
-            result = shrink_model(subject, self._config, calibration, target, *options)
+            arguments = (batch_shape, forward, resume_dir, hidden_multiple, vocabulary)
+            result = shrink_model(subject, self._config, calibration, target, *arguments)
         self.model, self._sweep, self._discards = result.model, None, [*self._discards, result.discard]
         if vocabulary is not None:
             self._side_files.replaced |= result.replaced_files
