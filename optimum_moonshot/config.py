@@ -319,9 +319,18 @@ class MoonshotConfig(Options):
         """Return the configuration of `to_dict`; `MoonshotError` for another version or an unknown field."""
         values = dict(values)
         cls.check_version(values.pop("version", cls.VERSION))
-        unknown = sorted(set(values) - set(OPTIONS))
-        require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(OPTIONS))}")
+        _check_names(values)
         return cls(**values)
+
+    def changed(self, values: Mapping[str, Any]) -> "MoonshotConfig":
+        """Return a configuration with other values of some fields; `MoonshotError` for an unknown field."""
+        _check_names(values)
+        return dataclasses.replace(self, **values)
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    unknown = sorted(set(values) - set(OPTIONS))
+    require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(OPTIONS))}")
 
 
 def _whole_numbers(values: Any) -> Any:

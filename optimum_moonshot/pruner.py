@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -18,7 +18,6 @@ from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled
 from .model.losses import default_loss
-from .options import OPTIONS
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
 from .plan.inputs import MachineMemory
@@ -439,14 +438,13 @@ class MoonshotPruner:
     ) -> ShrinkReport:
         """Make the model smaller: remove tokens, or the blocks, neurons and heads that a target requires, or both.
 
-        The losses of these parts are measured on the calibration data; an integer program combines them. `pruner.model`
-        becomes a new dense model with a smaller configuration; the given one is unchanged. The pruner needs no
-        `MoonshotConfig`; one that it has is of ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set
-        it is 0.5 if heads are removed, else 1. `recover` applies afterwards.
+        An integer program combines the losses of these parts on the calibration data. `pruner.model` becomes a new
+        dense model with a smaller configuration; the given one is unchanged. The pruner needs no `MoonshotConfig`, or
+        one of ``solver="osscar", pattern="structured", sparsity=0``. Unless λ is set, it is 0.5 with heads, else 1.
 
         A smaller `vocabulary` needs no target and no calibration pass; `pruner.tokenizer` becomes a smaller one. Text
-        of the remaining tokens has the same tokens and the same logits as before; other text has more tokens, since all
-        characters remain. With a target, tokens are removed first. A pruned model can lose tokens too.
+        of the remaining tokens has the same tokens and logits as before, other text has more tokens, since all
+        characters remain. A pruned model can lose tokens too. With a target, tokens are removed first.
 
         Args:
             calibration: as for `prune`.
@@ -469,11 +467,9 @@ class MoonshotPruner:
             MoonshotError: no target or several, one that no combination reaches, or tokens that cannot be removed.
         """
         target = Target.optional(vocabulary is None, parameters=parameters, bytes=bytes, latency=latency)
-        unknown = ", ".join(sorted(set(options) - set(OPTIONS)))
-        require(not unknown, f"{unknown}: neither an argument of shrink nor a field of MoonshotConfig")
-        self.config = dataclasses.replace(self.config, **options)
-        message = "the vocabulary is smaller already"
-        require(vocabulary is None or self.vocabulary is None, message, field="vocabulary", hint="load the model again")
+        self.config = self.config.changed(options)
+        done = vocabulary is not None and self.vocabulary is not None
+        require(not done, "the vocabulary is smaller already", field="vocabulary", hint="load the model again")
         with self._run("shrink", loss, forward, progress, resume_dir=resume_dir) as subject:
             arguments = (batch_shape, forward, resume_dir, hidden_multiple, vocabulary)
             result = shrink_model(subject, self._config, calibration, target, *arguments)
@@ -483,9 +479,7 @@ class MoonshotPruner:
             self.tokenizer = result.tokenizer
         if isinstance(result.report, ShrinkReport):
             return self._without_tokens(result.report)
-        shrunk = self._reported(result.report).shrink
-        assert shrunk is not None
-        return shrunk
+        return cast(ShrinkReport, self._reported(result.report).shrink)
 
     def _without_tokens(self, shrunk: ShrinkReport) -> ShrinkReport:
         """Keep the report of a smaller vocabulary, also in that of an earlier pruning."""

@@ -137,7 +137,7 @@ def test_options_replace_those_of_the_configuration():
     chosen = pruner.shrink(BATCHES, parameters=0.9, num_samples=CONFIG.num_samples, progress=False).chosen
     assert chosen == other.shrink(BATCHES, parameters=0.9, progress=False).chosen
     assert pruner.config.num_samples == CONFIG.num_samples and pruner.report.config["num_samples"] == CONFIG.num_samples
-    with pytest.raises(MoonshotError, match="sampels: neither an argument of shrink nor a field of MoonshotConfig"):
+    with pytest.raises(MoonshotError, match="unknown field sampels: a MoonshotConfig has"):
         pruner.shrink(BATCHES, parameters=0.9, sampels=4)
     with pytest.raises(MoonshotError, match="num_samples=0"):
         pruner.shrink(BATCHES, parameters=0.9, num_samples=0)
