@@ -23,8 +23,8 @@ QUANTIZED = (
 )  # fmt: skip
 GGUF_TYPES = (*CONVERTED, *QUANTIZED)
 _GET_CONVERTER = (
-    "llama-cpp-python's source distribution has it in vendor/llama.cpp: pip download --no-binary :all: --no-deps "
-    "llama-cpp-python"
+    "llama-cpp-python's source distribution has it in vendor/llama.cpp: "
+    "pip download llama-cpp-python --no-deps --no-binary llama-cpp-python"
 )
 _SHOWN = 4  # last lines of a failed program, without the frames of a traceback, which are indented
 _QUANTIZE = """
