@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: its subcommands; `prune`, `convert` and `verify` are in this file.
+"""`optimum-cli moonshot`: its subcommands; `prune`, `convert`, `export` and `verify` are in this file.
 
 `optimum-cli` imports this module on every call, so torch and transformers are imported when a command runs. Commands
 raise a `UsageError` for invalid options before a model is loaded, and a `MoonshotError` for other input.
@@ -170,6 +170,27 @@ def convert(args: argparse.Namespace) -> None:
     print(f"weights     {before:.1f} → {after:.1f} MiB\nsaved       {args.output}")
 
 
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, "DIR", "folder of a dense or packed checkpoint, or name on the Hub", loaded=False)
+    parser.add_argument("file", metavar="FILE", help="the GGUF file, such as model.gguf")
+    text = "f32, f16, bf16, q8_0 (default), or one that llama-cpp-python quantizes to, such as q6_k, q5_k_m or q4_0"
+    parser.add_argument("--type", default="q8_0", help=text)
+    text = "llama.cpp's convert_hf_to_gguf.py; default: $LLAMA_CPP_CONVERTER, else the one on the PATH"
+    parser.add_argument("--converter", metavar="PATH", help=text)
+    parser.add_argument("--python", metavar="PATH", help="the interpreter that runs the converter; default: this one")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
+def export(args: argparse.Namespace) -> None:
+    """`moonshot export`: write the GGUF file of a checkpoint."""
+    check_source(args.model)
+    from .. import export_gguf
+
+    names = ("type", "converter", "python", "overwrite", "trust_remote_code")
+    notes = export_gguf(args.model, args.file, **{name: getattr(args, name) for name in names})
+    print(f"size        {Path(args.file).stat().st_size / 2**20:.1f} MiB", *notes, f"saved       {args.file}", sep="\n")
+
+
 def add_verify_options(parser: argparse.ArgumentParser) -> None:
     text = "folder of a pruned checkpoint, written by any program, or name on the Hub"
     add_model_options(parser, "DIR", text, loaded=False)
@@ -217,5 +238,6 @@ class MoonshotCommand(BaseOptimumCLICommand):
         _subcommand("shrink", shrink, add_shrink_options, "Make a model smaller, to a number of parameters or bytes."),
         _subcommand("eval", evaluate, add_eval_options, "Measure perplexity, zero-shot accuracy, or top-1 accuracy."),
         _subcommand("convert", convert, add_convert_options, "Pack the checkpoint of a pruned model, or unpack it."),
+        _subcommand("export", export, add_export_options, "Export a model as a GGUF file for llama.cpp."),
         _subcommand("verify", verify, add_verify_options, "Compare a pruned checkpoint's weights with its metadata."),
     )
