@@ -184,11 +184,8 @@ def test_processes_share_the_batches_of_one(size, largest):
     data = SimpleNamespace(batches=token_batches(19, size=4))
 
     def prepared(rank, size):
-        subject, backoff = (
-            SimpleNamespace(ranks=Ranks(rank, size)),
-            SimpleNamespace(ranks=Ranks(rank, size), samples=largest),
-        )
-        return Prepared(subject, None, data, None, backoff)
+        ranks, samples = Ranks(rank, size), SimpleNamespace(size=largest)
+        return Prepared(SimpleNamespace(ranks=ranks), None, data, None, SimpleNamespace(ranks=ranks, samples=samples))
 
     single, several = prepared(0, 1), [prepared(rank, size) for rank in range(size)]
     batches = [batch["input_ids"] for each in several for batch in each.batches]

@@ -25,11 +25,10 @@ from models import GROUPED, image_batches, make, spread, token_batches
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.accumulators import Gram
-from optimum_moonshot.calibration.observer import GradientSums
+from optimum_moonshot.calibration.observer import GradientSums, Observer
 from optimum_moonshot.commands import launch
 from optimum_moonshot.distributed.ranks import on_main_process
 from optimum_moonshot.model.layers import all_onloaded, visited
-from optimum_moonshot.pipeline.walk import Walk
 from optimum_moonshot.prune import layers as solving
 from optimum_moonshot.recover import tuning
 
@@ -249,7 +248,7 @@ def crowded():
     for name, place, at in (
         ("pass", (Gram, "add"), {3, 11}),
         ("solver", (solving, "solve_layer"), {0, 1, 4}),
-        ("moving on", (Walk, "propagate"), {1}),
+        ("moving on", (Observer, "end"), {1}),
     ):
         with full(place, at):
             done[name] = prune()
