@@ -8,9 +8,9 @@ for a removed block, and sums over the tokens that are not padding,
     L_λ(z) = λ L_R(z)/L_R(1) + (1-λ) L_F(z)/L_F(1)
 
 which is the loss of removing experts (objective/removal.py) with a diagonal C. ½ L_F is a second-order estimate of the
-increase of the mean loss, with the empirical Fisher matrix for the Hessian, as if tokens were independent: the sums
-over the tokens of a few samples would mostly measure how far these cancel. The products S_ta S_tb are the interactions
-of pairs, so that one forward and one backward pass over the data predict the loss of every set.
+increase of the mean loss, with the empirical Fisher matrix in place of the Hessian. It treats tokens as independent:
+summed over the tokens of a few samples, the slopes would mostly cancel. The products S_ta S_tb are the interactions of
+pairs, so one forward and one backward pass over the data predict the loss of every set.
 
 The baseline is ShortGPT's block influence (Men et al., arXiv 2403.03853): 1 - the mean cosine of h and f(h).
 """
@@ -52,9 +52,7 @@ class BlockScores:
     names: tuple[str, ...]
     influence: Tensor  # block influence  [B]
     reconstruction: Tensor  # L_R of each block alone, relative to its output  [B]
-    slopes: (
-        Tensor  # S  [tokens, B]; blocks with other tokens, such as those of an encoder and a decoder, have other rows
-    )
+    slopes: Tensor  # S  [tokens, B]; the blocks of an encoder and of a decoder have different rows
     samples: int  # N
 
     @property
@@ -71,7 +69,7 @@ class BlockScores:
         """The relative loss L_λ of removing a set of blocks.
 
         Args:
-            blocks: their indices, in any order.
+            blocks: indices of the blocks, in any order.
             lam: the weight of the reconstruction error; 0 is the Fisher loss alone.
 
         Returns:
@@ -82,7 +80,7 @@ class BlockScores:
         return self.removal(lam).losses(keep)[0].total
 
     def select(self, count: int, lam: float = 0.0, stay: Collection[int] = ()) -> tuple[int, ...]:
-        """The set of blocks with the least predicted loss: of all sets, or by a local search if these are many.
+        """The set of blocks with the least predicted loss: exact for up to `EXACT` sets, else by a local search.
 
         Args:
             count: the number of blocks to remove.
@@ -93,7 +91,7 @@ class BlockScores:
             Ascending indices.
 
         Raises:
-            MoonshotError: a number of blocks that cannot be removed.
+            MoonshotError: so many blocks cannot be removed.
         """
         most = len(self.names) - max(1, len(stay))
         require(1 <= count <= most, f"1 to {most} blocks of the model can be removed", field="count", value=count)
@@ -104,9 +102,9 @@ class BlockScores:
     def select_allowed(
         self, count: int, lam: float, kinds: Collection[Collection[int]], allowed: Callable[[tuple[int, ...]], bool]
     ) -> tuple[int, ...] | None:
-        """Like `select`, but only of the sets that `allowed` accepts; None if no such set is found.
+        """Like `select`, but only among sets that `allowed` accepts; None if no such set is found.
 
-        If it rejects a set, at least one block remains of a kind of which the set has all.
+        After a rejected set, the search continues with one block more that stays, of a kind that was removed entirely.
 
         Args:
             count: the number of blocks to remove.
@@ -124,7 +122,7 @@ class BlockScores:
 
         add(frozenset())
         while queue:
-            _, blocks, stay = heapq.heappop(queue)  # of least loss, which grows with the blocks that stay
+            _, blocks, stay = heapq.heappop(queue)  # least loss first: it grows with the blocks that stay
             if allowed(blocks):
                 return blocks
             for kind in kinds:
@@ -148,7 +146,7 @@ def score_blocks(prepared: Prepared) -> BlockScores:
 
 
 class _Scoring:
-    """The scores of the blocks that the stages of a pipeline observe."""
+    """Collects the scores of a model's blocks, stage by stage of a pipeline."""
 
     def __init__(self, prepared: Prepared):
         self.prepared, self.blocks = prepared, prepared.selection.structure.blocks
@@ -189,7 +187,7 @@ class _BlockSums:
     """The sums of one block over the samples of this process."""
 
     def __init__(self) -> None:
-        self.slopes: list[Tensor] = []  # of the tokens of each call
+        self.slopes: list[Tensor] = []  # [tokens] for each call
         self.totals = torch.zeros(4, dtype=torch.float64)  # of cosines, ‖Δ‖², ‖f(h)‖², tokens
 
     @property
@@ -207,7 +205,7 @@ class _BlockSums:
 
 
 class BlockObserver(AbstractContextManager["BlockObserver"]):
-    """Hooks on blocks, removed on exit, with the batches of a pass."""
+    """Hooks that add up the sums of blocks over the batches of a pass; removed on exit."""
 
     def __init__(self, blocks: Sequence[Block]):
         self.blocks, self.sums = blocks, {block.name: _BlockSums() for block in blocks}
@@ -245,7 +243,7 @@ class BlockObserver(AbstractContextManager["BlockObserver"]):
         def add(delta: Tensor) -> None:
             slopes.copy_((change.float() * delta.float()).sum(-1).flatten())
 
-        start = hook_gradient(after, add)  # of the graph, at the first block
+        start = hook_gradient(after, add)  # the start of the graph, at the first block
         return start if start is None or isinstance(output, Tensor) else (start, *output[1:])
 
 
@@ -257,7 +255,7 @@ def _merge(observer: BlockObserver, merger: Merger) -> None:
 
 
 def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
-    """Columns of equal length in the same rows, others below: [rows, columns], with zeros elsewhere."""
+    """A matrix [rows, columns]: columns of equal length share rows, others follow below; zeros elsewhere."""
     lengths = [len(column) for column in columns]
     starts = dict(zip(dict.fromkeys(lengths), accumulate(dict.fromkeys(lengths), initial=0), strict=False))
     matrix = torch.zeros(sum(starts), len(columns), dtype=torch.float64)

@@ -87,7 +87,7 @@ def shrink(args: argparse.Namespace) -> None:
 
 
 def _vocabulary(text: str | None) -> int | str | None:
-    """A number of tokens, or the name of a text, which must exist."""
+    """Parse a number of tokens, or the name of a text, which must exist."""
     if text is None or text.isdecimal():
         return None if text is None else int(text)
     check_data("vocabulary", [text])
@@ -95,7 +95,7 @@ def _vocabulary(text: str | None) -> int | str | None:
 
 
 def _number(size: str | None) -> float | str | None:
-    """A size as a number, if it is one."""
+    """Convert a size to a number; other text, such as "2GB", is returned unchanged."""
     try:
         return None if size is None else float(size)
     except ValueError:

@@ -25,7 +25,7 @@ class Costs:
     savings: Mapping[str, tuple[tuple[float, ...], ...]]
 
     def scaled(self, factor: float) -> "Costs":
-        """The costs of a model all of whose parts cost more or less by a factor."""
+        """The same costs, each multiplied by a factor."""
         blocks = tuple(factor * block for block in self.blocks)
         savings = {
             name: tuple(tuple(factor * saving for saving in levels) for levels in by_block)
@@ -34,7 +34,7 @@ class Costs:
         return Costs(self.unit, factor * self.dense, blocks, savings)
 
     def least(self, most_blocks: int) -> float:
-        """The cost without the `most_blocks` blocks that cost most, at the last level of every width."""
+        """The cost without the `most_blocks` most expensive blocks, at the last level of every width."""
         saved = [sum(by_block[index][-1] for by_block in self.savings.values()) for index in range(len(self.blocks))]
         remaining = [block - saving for block, saving in zip(self.blocks, saved, strict=True)]
         return self.dense - sum(saved) - sum(sorted(remaining, reverse=True)[:most_blocks])
@@ -42,14 +42,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Narrowing:
-    """A smaller hidden size, with the number of axes of each parameter that it shortens."""
+    """A smaller hidden size, and the number of axes of each parameter that become shorter."""
 
     width: int  # the hidden size of the model
     size: int
     axes: Mapping[int, int]  # id of a parameter → number
 
     def entries(self, parameter: nn.Parameter, entries: int) -> int:
-        """The number of entries of a parameter that remain of some that span its shortened axes."""
+        """The number that remains of `entries` of a parameter, which span all axes that become shorter."""
         axes = self.axes.get(id(parameter), 0)
         return entries * self.size**axes // self.width**axes
 
@@ -82,7 +82,7 @@ def shape_costs(
         model: dense.
         widths: the reducible widths.
         unit: "parameters" or "bytes".
-        narrowing: the costs are those with this hidden size.
+        narrowing: a smaller hidden size to compute the costs for; None is the model's own.
     """
     count = count_entries if unit == "parameters" else count_bytes
     layers: dict[str, PrunableLayer] = {layer.name: layer for layer in find_structure(model).layers()}

@@ -41,7 +41,7 @@ class Tables:
     parameters: Costs
     bytes: Costs
     seconds: Costs | None = None  # for a target in seconds
-    merging: Merging | None = None  # of the removed blocks; None where the model that lacks them is another one
+    merging: Merging | None = None  # into the blocks before removed ones; None if the hidden size was reduced
 
     def program(self, costs: Costs) -> Program:
         return build_program(costs, self.widths, self.losses, self.sets)
@@ -75,12 +75,12 @@ def measure_tables(
 
     Args:
         model: dense and frozen.
-        trials: measure its losses.
+        trials: measures the losses of the model.
         widths: the reducible widths.
-        refused: the others, with the reasons.
+        refused: the other widths, with the reasons.
         target: determines whether latencies are measured.
         batch_shape: samples and tokens of a forward pass, for latencies.
-        experts: the removable experts, with the context that removes those of a trial.
+        experts: the removable experts, and a function that returns a context without the experts of a trial.
 
     Raises:
         MoonshotError: the model is small enough already, or its latency cannot be measured.
@@ -100,14 +100,14 @@ def measure_tables(
     assert costs is not None
     try:
         sets = block_sets(trials, _most_blocks(costs, target))
-    except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reach
+    except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reaches
         sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
     refused |= trials.refused
     return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds, trials.merging)
 
 
 def _most_blocks(costs: Costs, target: Target) -> int:
-    """The number of blocks that reaches a target alone, whichever they are; more would only add to the loss."""
+    """The number of blocks, of any choice, whose removal alone reaches a target; more would only add to the loss."""
     excess = costs.dense - target.budget(costs.dense)
     saved = list(itertools.accumulate(sorted(costs.blocks)))
     enough = next((count for count, total in enumerate(saved, 1) if total >= excess), len(saved))
@@ -115,11 +115,11 @@ def _most_blocks(costs: Costs, target: Target) -> int:
 
 
 def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Decision:
-    """The decision with the least predicted loss.
+    """Decide which parts to remove: the combination with the least predicted loss.
 
     Args:
-        tables: of the model.
-        target: of the same kind as the target of the tables.
+        tables: losses and costs of the model.
+        target: of the kind that the tables were measured for.
         measured: all measurements, for the report.
 
     Raises:
@@ -136,7 +136,7 @@ def decide(tables: Tables, target: Target, measured: Mapping[str, float]) -> Dec
 def decision_of(
     tables: Tables, target: Target, program: Program, chosen: Choice, measured: Mapping[str, float]
 ) -> Decision:
-    """The decision for a choice of a program, with its report; the other parameters are those of `decide`."""
+    """The decision for a choice of a program, with a report; the other parameters are as in `decide`."""
     costs, options = tables.costs_of(target), chosen.options
     budget = target.budget(costs.dense)
     levels = {width: width.levels[option] for width, option in zip(tables.widths, options[1:], strict=True)}
@@ -164,7 +164,7 @@ def without_set(tables: Tables, blocks: tuple[int, ...], reason: str) -> Tables:
 
 
 def alternatives(program: Program, budget: float) -> list[Candidate]:
-    """The best choice of every set of dimensions that reaches the budget; sets with the same choice once."""
+    """The best choice within the budget for every set of dimensions that may change; equal choices once."""
     names = [dimension.name for dimension in program.dimensions]
     best: dict[tuple[int, ...], Candidate] = {}
     for count in range(1, len(names) + 1):

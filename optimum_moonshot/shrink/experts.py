@@ -24,15 +24,15 @@ from ..pipeline.selection import select_experts
 from .target import Target
 from .widths import TRIALS, Width, trial_levels
 
-EXPERTS = "experts"  # the name of their width
+EXPERTS = "experts"  # the name of the width
 WithoutExperts = Callable[[int], AbstractContextManager[None]]  # number of the trial → context
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertCount(Width):
-    """A width of mixtures instead of layers."""
+    """The number of experts of every mixture, as a width."""
 
-    removals: tuple[ExpertRemoval, ...]  # of every trial
+    removals: tuple[ExpertRemoval, ...]  # one for each trial
 
     def expert_cost(self, block: nn.Module, size: Callable[[nn.Parameter, int], float]) -> float:
         """The cost of one expert of a block, with its share of the router."""
@@ -50,7 +50,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def find_experts(model: PreTrainedModel, inputs: Batch) -> tuple[ExpertCount | None, dict[str, str]]:
-    """The experts of a model in evaluation mode, if some can be removed; else the reason why not, by their name.
+    """Find the removable experts of a model in evaluation mode; else None, and the reason by name.
 
     Args:
         model: dense; unchanged.
@@ -74,7 +74,7 @@ def find_experts(model: PreTrainedModel, inputs: Batch) -> tuple[ExpertCount | N
 
 
 def _largest(model: PreTrainedModel, mixtures: Mixtures, inputs: Batch) -> ExpertRemoval:
-    """The removal of the most experts that a trial considers and the architecture allows."""
+    """The largest removal among the trials that the architecture allows."""
     for sparsity in reversed(TRIALS[1:]):
         try:
             return ExpertRemoval.plan(model, mixtures, Experts(sparsity), inputs)
@@ -93,7 +93,7 @@ def expert_config(config: MoonshotConfig, sparsity: float, recover: str | None =
 
 
 class ExpertTrials(MixtureProblems):
-    """Measurements of the model with fewer experts, by one number for each of `removals`; its λ is < 1."""
+    """Measures the model with fewer experts, one trial for each of the `removals`, at a λ below 1."""
 
     def __init__(self, prepared: Prepared, removals: Sequence[ExpertRemoval]):
         super().__init__(prepared, tuple(removals[0].mixtures))

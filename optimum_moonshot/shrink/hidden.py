@@ -27,7 +27,7 @@ from .widths import Width
 MEASURED = (15, 14, 12, 10, 8)
 # Sizes are multiples of this fraction of the hidden size.
 STEPS = 64
-# λ of the directions' importance: both objectives have the same exponent.
+# λ of the directions' importance: equal exponents for both objectives.
 LAM = 0.5
 
 
@@ -55,9 +55,9 @@ class HiddenSizes:
         return min(tables.program(self.costs[size]).least_cost().cost for size in sizes)
 
     def ranked(self, tables: Tables, target: Target) -> list[int]:
-        """The sizes with which some combination reaches a target, by the loss of all parts together.
+        """The sizes with which a combination reaches a target, in ascending order of the loss of all parts together.
 
-        Of equal losses the one with the largest cost is first.
+        Among equal losses, the largest cost comes first.
         """
         keys, budget = dict[int, tuple[float, float]](), target.budget(tables.costs_of(target).dense)
         for size, loss in self.losses.items():
@@ -70,7 +70,7 @@ class HiddenSizes:
 
 
 def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:
-    """The residual stream of a model whose hidden size can be reduced, without statistics; else the reason, by name."""
+    """Find the residual stream of a model, without statistics; None, and the reason, if its hidden size is fixed."""
     config, model = prepared.selection.config, prepared.model
     assert isinstance(model, PreTrainedModel)
     if config.targets is not None or config.ignore:
@@ -100,7 +100,7 @@ def check_reachable(
         multiple: see `hidden_sizes`.
 
     Raises:
-        MoonshotError: it is not.
+        MoonshotError: the target is out of reach.
     """
     if target.field == "latency":
         return
@@ -125,12 +125,12 @@ def hidden_sizes(
 
     Args:
         prepared: the dense model and its data.
-        trials: measure its losses.
-        stream: of the model; its statistics are added.
-        tables: of the model.
-        target: determines whether latencies are measured, of a model of each size.
+        trials: measures the losses of the model.
+        stream: residual stream of the model; the statistics are added to it.
+        tables: losses and costs of the model's other parts.
+        target: if it is a latency, a model of each size is timed.
         batch_shape: samples and tokens of a forward pass, for latencies.
-        multiple: smaller sizes are multiples of it; None: of a 64th of the model's.
+        multiple: divides every smaller size; None is a 64th of the model's hidden size.
     """
     collect_moments(stream, prepared.batches, prepared.subject.loss)
     hidden_size, dense = stream.space.width, trials.loss("dense")
@@ -163,7 +163,7 @@ def hidden_sizes(
 
 
 def _sizes(stream: Stream, least: int, multiple: int | None) -> list[int]:
-    """The sizes to consider, descending from that of the model to `least` sixteenths of it."""
+    """The sizes to consider, descending from the model's hidden size to `least` sixteenths of it."""
     width = stream.space.width
     start, step = (width, max(1, width // STEPS)) if multiple is None else (width // multiple * multiple, multiple)
     return list(dict.fromkeys((width, *range(start, width * least // 16 - 1, -step))))
@@ -174,7 +174,7 @@ def _narrowing(stream: Stream, size: int) -> Narrowing:
 
 
 def _latency(stream: Stream, size: int, trials: Trials, batch_shape: tuple[int, int]) -> float:
-    """The latency of a model with a hidden size, relative to that of the dense model."""
+    """The latency of a model with a hidden size, divided by the latency of the dense model."""
 
     def measure(size: int) -> float:
         return model_latency(cut_stream(stream, size)[0], batch_shape)
@@ -205,7 +205,7 @@ class Narrowed:
         """Add the smaller hidden size to a report of the parts that were removed from the narrowed model.
 
         Args:
-            report: changed.
+            report: the report to change.
             tables: of the dense model.
             target: of the run.
             measured: all measurements of the dense model.
@@ -238,7 +238,7 @@ class Narrowed:
 
 
 def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | None:
-    """The model with the hidden size of the least predicted loss; None if that is the size of the model.
+    """Build the model with the hidden size of least predicted loss; None if the model's own size is best.
 
     Sizes that the architecture does not support are noted in `hidden`.
 

@@ -31,7 +31,7 @@ from ..pipeline.selection import Subject, check_dense, select
 from ..rotate.spaces import Folding
 from .stream import Stream, gain_of, observe_stream
 
-# Most fields of a configuration with the hidden size that change together.
+# The most fields of a configuration, all equal to the hidden size, that change together.
 MOST_FIELDS = 3
 
 
@@ -81,10 +81,10 @@ def reduce_width(
 
 @torch.no_grad()
 def cut_stream(stream: Stream, hidden_size: int) -> tuple[PreTrainedModel, WidthReduction]:
-    """`reduce_width` with statistics that are collected once for several widths.
+    """Like `reduce_width`, but with statistics that are collected once for several widths.
 
     Args:
-        stream: of `observe_stream`.
+        stream: the result of `observe_stream`.
         hidden_size: of the smaller model.
 
     Returns:
@@ -165,7 +165,7 @@ def _configuration(
         try:
             trial = edited(model.config, edit)
             small = on_meta_device(type(model), trial)
-        except Exception as error:  # a model may refuse its configuration in any way
+        except Exception as error:  # the model's class may raise anything
             why = why or reason(error)
             continue
         actual = {name: tensor.shape for name, tensor in small.state_dict().items()}
@@ -178,7 +178,7 @@ def _configuration(
 
 
 def _edits(config: PreTrainedConfig, width: int, hidden_size: int) -> Iterator[dict[str, int]]:
-    """Changes of the fields that equal the hidden size, also with a size of heads that was derived from it."""
+    """Candidate changes of the fields that equal the hidden size, also with an explicit head size if it is derived."""
     fields = dict(whole_numbers(config))
     equal = [name for name, value in fields.items() if value == width]
     for together in range(1, MOST_FIELDS + 1):
@@ -193,7 +193,7 @@ def _edits(config: PreTrainedConfig, width: int, hidden_size: int) -> Iterator[d
 
 
 def _verify(stream: Stream, small: PreTrainedModel, hidden_size: int) -> None:
-    """Compare the smaller model with the larger one without the directions."""
+    """Compare the outputs of the smaller model and of the larger one without the removed directions."""
     model = stream.model
     inputs = to_device(stream.inputs, model_device(model))
     with evaluation_mode(model), evaluation_mode(small):
@@ -210,7 +210,7 @@ def _result(model: PreTrainedModel, inputs: Batch) -> Tensor:
     return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-# λ where the configuration has none: both objectives have the same exponent.
+# λ if the configuration has none: equal exponents for both objectives.
 LAM = 0.5
 
 

@@ -1,7 +1,7 @@
 """The latency of a model and its parts on this machine: medians of timed calls of single blocks.
 
 A block of another width is made from the smaller configuration, with random weights. One token per sample is decoded
-after a context in the cache; more are a prefill without a cache.
+after a context in the cache; several tokens are a prefill without a cache.
 """
 
 import copy
@@ -23,7 +23,7 @@ from ..model.model_info import embedded_tokens, max_positions, vocabulary_size
 from .costs import Costs, belongs
 from .widths import Width
 
-# Tokens in the cache before a decoded one, calls before the timed ones, and the least number and seconds of these.
+# Tokens in the cache before the decoded one; warm-up calls; the least number and the least seconds of timed calls.
 CONTEXT, WARM_UP, CALLS, SECONDS = 256, 3, 11, 0.2
 
 Keep = Callable[[str, Callable[[], float]], float]  # (name, measurement) → its value, stored for a repeated run
@@ -68,7 +68,7 @@ class _Calls:
         return calls, before
 
     def of_block(self, block: nn.Module, call: Arguments, before: Arguments | None) -> float:
-        """Seconds of one call of a block, or of another one in its place."""
+        """The median seconds of a call of a block, or of a narrower one in its place, with recorded arguments."""
         if before is None:
             return timed(lambda _: block(*call[0], **call[1]), self.device)
         filled = DynamicCache(config=self.model.config)
@@ -90,7 +90,7 @@ def check_timed(model: PreTrainedModel, batch_shape: tuple[int, int]) -> None:
         batch_shape: see `model_latency`.
 
     Raises:
-        MoonshotError: its inputs are other than token ids, or it has too few positions.
+        MoonshotError: the model needs other inputs than token ids, or has too few positions.
     """
     alone = embedded_tokens(model) is not None and not model.config.is_encoder_decoder
     message = f"it is measured on token ids, and {type(model).__name__} needs other inputs"
@@ -102,7 +102,7 @@ def check_timed(model: PreTrainedModel, batch_shape: tuple[int, int]) -> None:
 
 
 def as_measured(keep: Keep, model: PreTrainedModel, batch_shape: tuple[int, int]) -> Keep:
-    """`keep` with names that state how latencies are measured, so that other inputs or devices are measured anew."""
+    """`keep` with the batch shape and the device in every name, so that other conditions are measured anew."""
     samples, tokens = batch_shape
     conditions = f"{samples}x{tokens} tokens on {device_name(model_device(model))}"
     return lambda name, measure: keep(f"{name}, {conditions}", measure)
@@ -114,7 +114,7 @@ def _with_cache(call: Arguments, cache: DynamicCache | None) -> Arguments:
 
 
 def timed(call: Callable[[DynamicCache | None], Any], device: torch.device, cache: DynamicCache | None = None) -> float:
-    """The median seconds of a call, which is repeated, each time with a copy of the cache."""
+    """The median seconds of a repeated call, each time with a new copy of the cache."""
     times: list[float] = []
     while len(times) < WARM_UP + CALLS or sum(times[WARM_UP:]) < SECONDS:
         copied = copy.deepcopy(cache)
@@ -148,13 +148,13 @@ def latency_costs(
     batch_shape: tuple[int, int],
     keep: Keep,
 ) -> Costs:
-    """Measure the seconds of a model's blocks at some levels of every width; those between are interpolated.
+    """Measure the seconds of a model's blocks at some levels of every width, and interpolate the other levels.
 
     Args:
-        model: a causal language model, dense.
+        model: a dense causal language model.
         widths: the reducible widths.
         batch_shape: see `model_latency`.
-        keep: returns the earlier measurement of a name, if there is one, or the function's, which it stores.
+        keep: returns the stored measurement of a name, or calls the function and stores its result.
 
     Raises:
         MoonshotError: like `model_latency`.
@@ -195,7 +195,7 @@ def latency_costs(
 
 
 def _ascending(points: Mapping[int, float]) -> list[float]:
-    """Savings that never decrease, by their maximum so far: a narrower block is not slower, up to noise."""
+    """The running maximum of the savings: apart from noise, a narrower block is never slower."""
     return list(map(float, np.maximum.accumulate(np.maximum(list(points.values()), 0.0))))
 
 
@@ -204,7 +204,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def random_block(model: PreTrainedModel, config: PreTrainedConfig, name: str) -> nn.Module:
-    """The block of this name in a model of the same class, dtype and device with random weights, made alone."""
+    """A block of a model with this configuration, alone, with random weights in the model's dtype and on its device."""
     with torch.device("meta"):
         block = type(model)(config).get_submodule(name)
     first = next(model.parameters())

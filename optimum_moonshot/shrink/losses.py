@@ -1,13 +1,13 @@
 """The predicted loss of every level, measured on the calibration data: the increase of the model's mean loss.
 
-The loss of a width is measured at a few levels with the weights that OSSCAR finds for them in all blocks, and
-interpolated monotonically (PCHIP, Fritsch and Carlson 1980) between these. That of a set of blocks is measured without
-them, merged into the blocks before them where possible. All are in one unit, nats for a language model, so
-that their sum predicts the loss of a combination; the share of a removed block in the loss of a width, which is
-measured at one level, is subtracted.
+The loss of a width is measured at a few levels, with OSSCAR's weights in all blocks, and interpolated monotonically
+(PCHIP, Fritsch and Carlson 1980) between them. The loss of a set of blocks is measured without these blocks, which are
+merged into the preceding ones where possible. All losses have one unit, nats for a language model, so their sum
+predicts the loss of a combination. The share of a removed block in the loss of a width, measured at one level, is
+subtracted.
 
-The measured sets of blocks are the runs to merge with the least loss (merging.py). Where none can be merged, they
-are those with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the
+The measured sets of blocks are the runs to merge with the least loss (merging.py). Where no run can be merged, they are
+the sets with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the
 target alone.
 """
 
@@ -35,7 +35,7 @@ MOST_BLOCKS = 0.5
 MOST_SHARES = 8
 # The most numbers of removed blocks whose loss is measured.
 MOST_SIZES = 6
-BLOCKS = "blocks"  # the name of their dimension
+BLOCKS = "blocks"  # the name of the dimension
 HIDDEN = "hidden size"
 
 
@@ -45,7 +45,7 @@ class MeasurableModel(Protocol):
     def loss(
         self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False
     ) -> float:
-        """The mean loss on the calibration data, or `few` of them, while a change is applied; `key` identifies it."""
+        """The mean loss on the calibration data, or on `few` samples, while a change is applied; `key` is its name."""
 
     def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
         """A context in which some layers have the weights of a trial."""
@@ -54,7 +54,7 @@ class MeasurableModel(Protocol):
         """A context in which some blocks are merged into the blocks before them, or return their input."""
 
     def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:
-        """Sets of this many blocks, of at most `most`, whose loss is to be measured; none if so many cannot leave."""
+        """Sets of `count` blocks, of at most `most`, whose loss is to be measured; none if `count` cannot be removed."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,19 @@ class WidthLosses:
 
 @dataclass(frozen=True)
 class BlockSets:
-    """One set of 0, 1, 2, … blocks, as far as so many can be removed, with the loss without each."""
+    """One set for each removable number of blocks, 0, 1, 2, …, with the loss of removing it."""
 
     sets: tuple[tuple[int, ...], ...]
     losses: tuple[float, ...]
 
     def without(self, blocks: tuple[int, ...]) -> "BlockSets":
-        """The other sets."""
+        """All sets except one."""
         pairs = [pair for pair in zip(self.sets, self.losses, strict=True) if pair[0] != blocks]
         return BlockSets(*map(tuple, zip(*pairs, strict=True)))
 
 
 def width_losses(model: MeasurableModel, width: Width, blocks: Sequence[Sequence[PrunableLayer]]) -> WidthLosses:
-    """Measure a width.
+    """Measure the losses of a width, and the share of every block in them.
 
     Args:
         model: dense.
@@ -107,13 +107,13 @@ def width_losses(model: MeasurableModel, width: Width, blocks: Sequence[Sequence
 def expert_losses(
     model: MeasurableModel, width: ExpertCount, without: WithoutExperts, blocks: Sequence[nn.Module]
 ) -> WidthLosses:
-    """Measure the experts; blocks with a mixture have equal shares, since experts are removed from all together.
+    """Measure the losses of fewer experts; all blocks with a mixture lose experts together, and have equal shares.
 
     Args:
         model: dense.
         width: with at least two levels.
         without: returns a context in which the model lacks the experts of a trial.
-        blocks: of the model.
+        blocks: all blocks of the model.
     """
     shares = [float(width.expert_cost(block, count_entries) > 0) for block in blocks]
     return WidthLosses(level_losses(model, width, without), tuple(share / sum(shares) for share in shares))
@@ -138,7 +138,7 @@ def level_losses(
 
 
 def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float, ...]:
-    """Losses at some levels by ascending `points`; monotone, and linear beyond the last."""
+    """Interpolate losses between ascending `points` (level → loss): monotone, and linear beyond the last point."""
     x, y = np.array(list(points), dtype=float), np.array(list(points.values()))
     at = np.array(levels, dtype=float)
     inside = PchipInterpolator(x, y)(at.clip(max=x[-1]))
@@ -147,9 +147,9 @@ def interpolated(points: dict[int, float], levels: Sequence[int]) -> tuple[float
 
 
 def block_sets(model: MeasurableModel, most: int) -> BlockSets:
-    """Measure sets of at most so many blocks: of each size the candidate with the least loss on few samples.
+    """Measure sets of at most `most` blocks: for each size, the candidate with the least loss on few samples.
 
-    The losses of `MOST_SIZES` sizes are measured, and those between are interpolated.
+    The losses of `MOST_SIZES` sizes are measured; the others are interpolated.
     """
     dense, sets = model.loss("dense"), list[tuple[int, ...]]([()])
 

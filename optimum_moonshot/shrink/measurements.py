@@ -19,7 +19,7 @@ from .widths import find_widths
 
 
 def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
-    """The losses and costs, the hidden sizes if reducible and not `narrowed` yet, and all measurements."""
+    """Measure losses and costs, and hidden sizes (None if fixed, or `narrowed` already); the last value: all by name."""
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))

@@ -5,7 +5,7 @@ Many blocks end with a layer whose output they add to the residual stream. The s
     h_a = y + s·(W z + b)
 
 with the inputs z of that layer, and s = 1 for most architectures. Without the blocks a+1 … j of a run, the following
-block reads h_a in place of h_j. The layer takes over the change of the stream, as far as it is linear in z:
+block reads h_a in place of h_j. The change of the stream is added to the layer, as far as it is linear in z:
 
     Δ, c = argmin Σ_t ‖Δ z_t + c − (h_j − h_a)_t / s‖² + ρ ‖Δ‖²,    W ← W + Δ,    b ← b + c
 
@@ -14,14 +14,14 @@ a map T of the layer's output, W ← T W; the inputs are 2 to 4 times as many as
 Δ = 0 the run is deleted, so that the error of the stream is never above that of deletion.
 
 ρ = tr(Σ z zᵀ) / tokens: as if the data had another token for each input, of mean energy, without a change. So the fit
-is close to deletion if tokens are few. Measured beside other ridges in docs/shrink.md.
+is close to deletion if tokens are few. docs/shrink.md compares it with other ridges.
 
-Of every number of blocks, the set of runs with the least sum of losses is removed, by dynamic programming. The losses
-are measured of every single block, and of the best quarter of the runs of each length with one block more at either
+For every number of blocks, dynamic programming finds the set of runs with the least sum of losses. The losses of single
+blocks are measured first, then the losses of the best quarter of the runs of each length, extended by a block at either
 end: two to three times as many runs as the model has blocks.
 
-The layers are found by a probe: a random change of the layer's output changes the block's by s times as much. A norm
-behind the layer (Gemma 2), experts, or blocks that do not follow each other fail it, and their runs are deleted.
+The layers are found by a probe: a random change of the layer's output changes the block's by s times as much. The
+probe fails for a norm behind the layer (Gemma 2), experts, and blocks that are not sequential: such runs are deleted.
 """
 
 import copy
@@ -60,7 +60,7 @@ from ..objective.linalg import all_finite
 from ..pipeline.inputs import Prepared
 from ..pipeline.walk import Stop
 
-# The sums of a pass need at most the memory of the model, or this.
+# The most bytes for the sums of a pass, if the model is smaller than this.
 LEAST_BYTES = 2**30
 
 Run = tuple[int, int]  # the block before a run of removed blocks, and the last of the run
@@ -102,7 +102,7 @@ def find_output_layers(model: nn.Module, blocks: Sequence[Block], inputs: Batch)
 
 
 def _output_layer(block: Block, layers: Sequence[LinearLayer], call: Arguments, received: Tensor) -> OutputLayer | None:
-    """The output layer of a block among some; None unless the block's output is what the next one `received`."""
+    """The output layer of a block, one of `layers`; None unless the next block `received` the block's output."""
     # In float32, since in bfloat16 a change of the block's MLP beside that of its attention would pass for rounding.
     arguments = call[0], without_caches(call[1])
     args, kwargs = tree_map_only(
@@ -123,7 +123,7 @@ def _output_layer(block: Block, layers: Sequence[LinearLayer], call: Arguments, 
 
 
 def _scale(layer: LinearLayer, output: Tensor, call: Callable[[], Any]) -> float | None:
-    """s, by which the output of a block changes with that of a layer; None if it changes otherwise."""
+    """The factor s from a change of a layer's output to the change of its block's output; None if it is no constant."""
     changes = list[Tensor]()
 
     def change(_: PrunableLayer, inputs: Tensor, before: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _Observer:
             self.hooks.callback(blocks[index].module.register_forward_hook(hook).remove)
 
     def begin(self, mask: Tensor | None) -> None:
-        """A batch follows, with the tokens of a bool mask [B, T]."""
+        """Prepare for the next batch; `mask`, bool [B, T], is True at its tokens."""
         self.mask, self.inputs, self.streams = mask, {}, {}
 
     def _rows(self, values: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ class Merging:
 def measure_runs(
     possible: Collection[Run], most: int, measure: Callable[[Run, Sequence[Run]], float]
 ) -> dict[Run, float]:
-    """The losses of runs: of all with one block, then of the best quarter of each length with one block more.
+    """Measure the losses of all runs of one block, then of the best quarter of each length, extended by one block.
 
     Args:
         possible: the runs that can be merged.
@@ -332,7 +332,7 @@ def measure_runs(
         measure: returns the increase of the model's loss without a run, which is one of the given runs of its length.
 
     Returns:
-        The losses of those that were measured.
+        The losses of the measured runs.
     """
     losses, runs = dict[Run, float](), sorted(run for run in possible if run[1] - run[0] == 1)
     for _ in range(most):
@@ -355,7 +355,7 @@ def best_sets(losses: dict[Run, float], most: int) -> dict[int, tuple[int, ...]]
         Ascending indices of 1 to `most` blocks, as far as so many can be removed.
     """
     end = 1 + max((last for _, last in losses), default=-1)
-    # By the number of removed blocks: the loss, and the blocks, among those with an index of at least `first`.
+    # For the blocks from `first` on: number of removed blocks → the least loss, and the removed blocks.
     tables: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())} for _ in range(end + 2)]
     for first in range(end, -1, -1):
         table = dict(tables[first + 1])
@@ -363,7 +363,7 @@ def best_sets(losses: dict[Run, float], most: int) -> dict[int, tuple[int, ...]]
             if before != first:
                 continue
             blocks = tuple(range(before + 1, last + 1))
-            # The next run begins behind the block that follows this one, which may take up its change.
+            # At least one block stays between two runs: the change of the second run is added to it.
             for count, (other, others) in tables[last + 1].items():
                 total = len(blocks) + count
                 if total <= most and (total not in table or loss + other < table[total][0]):

@@ -54,7 +54,7 @@ def without_blocks(
     blocks = decision.blocks
     if not blocks:
         return run.model if run.subject.narrowed else copy.deepcopy(run.model), None, decision
-    if merging is not None:  # on the model with these blocks, so before their removal, which may use its tensors
+    if merging is not None:  # before the removal, which may reuse the model's tensors
         merging.fit(merging.runs(blocks))
     model, removal = remove_blocks(run.model, blocks, copies=not run.subject.narrowed)
     runs = [] if merging is None else merging.write(model, blocks)

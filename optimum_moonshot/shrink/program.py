@@ -21,7 +21,7 @@ from scipy.sparse import csr_array, vstack
 from ..errors import MoonshotError
 
 Pairs = Mapping[tuple[int, int], NDArray[np.float64]]  # dimensions i < j → [options of i, options of j]
-# Smallest step by which the budget is lowered where rounding errors of the solver exceed it, relative to it.
+# The least relative step by which the budget is lowered where rounding errors of the solver exceed it.
 SLACK = 1e-9
 
 
@@ -63,7 +63,7 @@ class Program:
         return Choice(options, loss, cost)
 
     def best(self, budget: float, allowed: frozenset[str] | None = None) -> Choice | None:
-        """The choice with the least loss that costs at most `budget`; None if none does.
+        """The choice with the least loss that costs at most `budget`; None if there is none.
 
         Of choices with this loss, up to the tolerance of the solver, it is the one with the largest cost: nothing is
         removed that the budget does not demand.
@@ -148,7 +148,7 @@ class Program:
         """The options at the minimum of an objective; None if no choice is within the limits of cost and loss."""
         matrix, right = self._structure
         constraints = [LinearConstraint(matrix, right, right)]
-        if limit is not None:  # relative, so that the solver's tolerance is
+        if limit is not None:  # relative to the dense cost, for the solver's absolute tolerance
             constraints.append(LinearConstraint(self._costs[None] / self.dense, ub=limit / self.dense - 1))
         if most is not None:
             scale = _scale(self._losses)

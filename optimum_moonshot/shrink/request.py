@@ -69,7 +69,7 @@ class Shrinking:
         """The request for the remaining parts of the model with a smaller hidden size.
 
         Args:
-            model: the narrowed one.
+            model: the model with a smaller hidden size.
             basis: as in `DenseTeacher`.
             dense: the cost of the dense model.
         """

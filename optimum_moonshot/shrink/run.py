@@ -48,7 +48,7 @@ def shrink_model(
     hidden_multiple: int | None = None,
     vocabulary: Any = None,
 ) -> Shrunk:
-    """Implement `MoonshotPruner.shrink`; the subject's model is unchanged. Without a target, the vocabulary alone.
+    """Implement `MoonshotPruner.shrink`; the subject's model is unchanged. No target: the vocabulary alone.
 
     Raises:
         MoonshotError: a target that cannot be reached, a configuration or model that does not fit, or bad data.

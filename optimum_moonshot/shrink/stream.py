@@ -70,7 +70,7 @@ class Stream:
         return values.flip(0), vectors.flip(1)
 
     def directions(self, hidden_size: int) -> Tensor:
-        """P, [d, d'] in float64."""
+        """P [d, d'] in float64, with the remaining directions in the columns."""
         leading = self.eigen()[1][:, :hidden_size]
         if self.tied is None:
             return leading
@@ -82,7 +82,7 @@ class Stream:
         return (hidden_size / len(directions)) ** 0.5 * directions
 
     def readout(self, norm: Folding, kept: Tensor) -> Tensor:
-        """M of a norm, [d, d']; √e · P of the norm before a tied head."""
+        """The readout M [d, d'] of a norm in float64; √e · P for the norm before a tied head."""
         moment = self.moments[norm].double()
         across = moment @ kept
         within = kept.T @ across
@@ -94,7 +94,7 @@ class Stream:
         return scale * torch.linalg.solve(damped, across + ridge * kept, left=False)
 
     def removed_variance(self, kept: Tensor) -> float:
-        """The share of the other directions than P in the variance of the norms' outputs."""
+        """The share of the removed directions, all but P, in the variance of the norms' outputs."""
         return 1 - float((kept.T @ _mean(self.moments) @ kept).trace())
 
     def tied_gain(self, kept: Tensor, readout: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Stream:
         """
         kept = self.directions(hidden_size)
         double = next(self.model.parameters()).dtype == torch.float64
-        dtype = torch.float64 if double else torch.float32  # that of `wide` below
+        dtype = torch.float64 if double else torch.float32  # the dtype of `wide` below
         readouts = {norm: self.readout(norm, kept).to(dtype) for norm in self.moments}
 
         def without(norm: Folding, hidden: Tensor, bare: nn.Module) -> Tensor:
@@ -233,12 +233,11 @@ def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None 
 
 
 def _mean(moments: Mapping[Folding, Tensor]) -> Tensor:
-    """Σ of second moments, divided by its trace, in float64."""
+    """The sum of second moments, [d, d] in float64, divided by its trace."""
     first, *others = moments.values()
     total = first.to(torch.float64, copy=True)
-    for (
-        moment
-    ) in others:  # one by one: in float64, all moments of a bfloat16 model would need more memory than the model
+    # One by one: in float64, all moments of a bfloat16 model would need more memory than the model.
+    for moment in others:
         total += moment
     return total / total.trace()
 

@@ -27,10 +27,10 @@ class Target:
 
     @classmethod
     def of(cls, **values: Any) -> "Target":
-        """The target of the keyword argument that is not None, by its name.
+        """The target by the only keyword argument that is not None, whose name is the kind of the target.
 
         Raises:
-            MoonshotError: none or several, or a value that is not positive; bytes may also be text such as "2GB".
+            MoonshotError: no or several values, or a value that is not positive; bytes may also be text such as "2GB".
         """
         given = {name: value for name, value in values.items() if value is not None}
         message = Text("give exactly one of {}, {} and {}", *UNITS)
@@ -53,10 +53,10 @@ class Target:
         return UNITS[self.field]
 
     def budget(self, dense: float) -> float:
-        """The number, in `unit`, for a model's; parameters and bytes are rounded down.
+        """The target in its `unit`, by the cost of the dense model; parameters and bytes are rounded down.
 
         Raises:
-            MoonshotError: it is not less than the dense model's.
+            MoonshotError: the target is not below the dense model's cost.
         """
         dense, timed = self._dense(dense), self.field == "latency"
         budget = self.value * dense if self.value <= 1 else self.value / (1000 if timed else 1)

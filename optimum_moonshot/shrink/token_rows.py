@@ -1,6 +1,6 @@
 """A model with fewer tokens: the rows of its embeddings and its head, and all token ids in its configurations.
 
-Nothing else changes, so the smaller model gives the remaining tokens the logits that they had. The tensors with a row
+Nothing else changes, so the logits of the remaining tokens stay the same. The tensors with a row
 for each token are those whose shape follows the size of the vocabulary in the configuration.
 """
 
@@ -63,7 +63,7 @@ def configured_ids(model: PreTrainedModel, tokens: Sequence[int]) -> set[int]:
     """The token ids in a model's configurations.
 
     Raises:
-        MoonshotError: one has an embedding, but is not among the tokens.
+        MoonshotError: an id has an embedding, but is not among the tokens.
     """
     ids, present, embedded = set[int](), set(tokens), embedded_tokens(model) or 0
 
@@ -105,7 +105,7 @@ def keep_tokens(model: PreTrainedModel, tokens: Sequence[int], numbers: Mapping[
 
     Args:
         model: unchanged.
-        tokens: their ids; the result numbers them in this order.
+        tokens: ids of the tokens to keep; the result numbers them in this order.
         numbers: old → new ids, for configurations; also of tokens without an embedding.
 
     Returns:
@@ -117,7 +117,7 @@ def keep_tokens(model: PreTrainedModel, tokens: Sequence[int], numbers: Mapping[
     change, rows = (embedded_tokens(model) or 0, len(tokens)), torch.tensor(tokens)
 
     def new(_: str, token: int) -> int:
-        return numbers.get(token, token)  # such as -1, where there is none
+        return numbers.get(token, token)  # an id without a new number, such as -1, stays
 
     config = _configuration(model, *change, new)
     smaller = on_meta_device(type(model), config).state_dict()
@@ -150,7 +150,7 @@ def _configuration(model: PreTrainedModel, before: int, after: int, new: Callabl
     edit = {name: _changed(name, value, new) for name, value in fields.items() if TOKEN_IDS.search(name)}
     try:
         return edited(model.config, {**edit, **dict.fromkeys(names, after)})
-    except Exception as error:  # a class may refuse its configuration in any way
+    except Exception as error:  # the configuration's class may raise anything
         raise MoonshotError(f"{type(model.config).__name__} cannot have {after} tokens: {last_line(error)}") from error
 
 
@@ -158,7 +158,7 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, rows: Tensor) -> Non
     """Compare the logits of the remaining tokens, or the hidden states of a model without a head, on random tokens.
 
     Raises:
-        MoonshotError: they differ.
+        MoonshotError: the results differ.
     """
     inputs = {name: ids % len(rows) for name, ids in probe_inputs(model).items()}
     results = []

@@ -1,10 +1,10 @@
 """A tokenizer with fewer tokens, which tokenizes every text of the remaining tokens as before.
 
-* BPE merges the adjacent pair of lowest rank. If a token stays with everything that any merge on its way is made of,
-  the merges of a text whose tokens stay are all there, and each is still the first of those that apply.
-* Unigram takes the path of the highest score, which stays the best when others are removed. An unknown character costs
-  10 more than the lowest score of the vocabulary, so a token with the lowest score stays too.
-* WordPiece takes the longest token that matches, which stays the longest.
+* BPE merges the adjacent pair of lowest rank. If a token is kept with both sides of every merge that leads to it, all
+  merges of a text of kept tokens remain, and each is still the first that applies.
+* Unigram chooses the path of highest score, which stays the best when other tokens are removed. An unknown character
+  costs 10 more than the lowest score of the vocabulary, so a token with the lowest score is kept too.
+* WordPiece chooses the longest token that matches, which stays the longest.
 
 All single characters and bytes stay, so any text can still be spelled, with more tokens.
 """
@@ -51,7 +51,7 @@ class Tokens:
         require(hasattr(backend, "to_str"), f"{name} has no tokenizer.json", field="tokenizer", hint=hint)
         try:
             spec = json.loads(tokenizer.backend_tokenizer.to_str())
-        except Exception as error:  # tokenizers raises a plain one for components in Python
+        except Exception as error:  # tokenizers raises a plain Exception for components in Python
             raise MoonshotError(f"{name} cannot be saved ({reason(error)})", field="tokenizer") from error
         kind = spec["model"].get("type")
         why = "a word that is removed cannot be spelled by others" if kind == "WordLevel" else "its kind is unknown"
@@ -80,7 +80,7 @@ class Tokens:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens with an embedding, as a tokenizer numbers them: those of the model first."""
+        """The ids of all tokens with an embedding: first the tokens of the model, then added ones."""
         added = sorted(number for number in self.added if number not in self.pieces and number < self.embedded)
         return [*sorted(self.pieces), *added]
 
@@ -112,7 +112,7 @@ class Tokens:
 
     @cached_property
     def base(self) -> set[int]:
-        """The tokens that every smaller vocabulary has, without those that they are made of."""
+        """The tokens of every smaller vocabulary, without the tokens that they are made of."""
         texts, bytes_too = set(self.pieces.values()), bool(self._model.get("byte_fallback"))
         base = {number for number in self.added if number < self.embedded}
         for number, piece in self.pieces.items():
@@ -127,7 +127,7 @@ class Tokens:
         return base
 
     def with_parts(self, tokens: Iterable[int], present: frozenset[int] | set[int] = frozenset()) -> set[int]:
-        """Tokens with all that they are made of, without those that are present already."""
+        """Tokens and all tokens that they are made of, except the tokens that are `present` already."""
         result, stack = set[int](), [token for token in tokens if token not in present]
         while stack:
             token = stack.pop()
@@ -169,7 +169,7 @@ class Tokens:
         return [token for token in everything if token in remaining]
 
     def renumbered(self, tokens: list[int]) -> dict[int, int]:
-        """Old → new ids of the tokens of a smaller vocabulary; those without an embedding follow."""
+        """Old → new ids of the tokens of a smaller vocabulary; tokens without an embedding follow."""
         without = sorted(number for number in self.added if number >= self.embedded)
         return {old: new for new, old in enumerate([*tokens, *without])}
 

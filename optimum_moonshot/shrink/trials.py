@@ -34,7 +34,7 @@ Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of th
 
 
 class Measurements:
-    """Numbers by name, in files of a folder, which a repeated run reuses."""
+    """Measured numbers by name, stored in a folder for a repeated run."""
 
     def __init__(self, folder: RunFolder | None, parts: Parts):
         self.folder, self.values = folder, dict[str, float]()  # in the order of their use, also in a repeated run
@@ -44,7 +44,7 @@ class Measurements:
             self._stored = {entry["name"]: entry["value"] for entry in stored}
 
     def keep(self, name: str, measure: Callable[[], float]) -> float:
-        """The number of this name, measured if it is missing."""
+        """Return the stored number of a name, or measure and store it."""
         if name not in self._stored:
             self._stored[name] = measure()
             if self.folder is not None:
@@ -86,7 +86,7 @@ class Trials:
         self.merging, self._merged = Merging(self.prepared, outputs), dict[int, tuple[int, ...]]()
 
     def _on(self, count: int) -> Prepared:
-        """The run on at most so many samples, with the outputs of the dense model if losses need them."""
+        """The prepared run on at most `count` samples, with the dense model's outputs if losses need them."""
         prepared = dataclasses.replace(self.prepared, data=self.prepared.calibration.spread(count))
         remember_outputs(prepared)
         return prepared
@@ -113,7 +113,7 @@ class Trials:
         return partial_variant.applied()
 
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
-        if self.merging.runs(blocks):  # those of all candidates by one pass
+        if self.merging.runs(blocks):  # the runs of all candidates by one pass
             self.merging.fit([run for candidate in self._merged.values() for run in self.merging.runs(candidate)])
         return self.merging.applied(blocks)
 
@@ -137,7 +137,7 @@ class Trials:
 
     def _best_sets(self, most: int) -> dict[int, tuple[int, ...]]:
         """The sets of runs to merge with the least loss on few samples, by their number of blocks."""
-        # On other samples than those that compare the runs: a fit to 16 samples lowers their loss by 0.02 nats.
+        # Not on the samples that compare the runs: a fit to 16 samples lowers the loss on them by 0.02 nats.
         samples = self.prepared.calibration.spread(SAMPLES, without=FEW)
         merging = Merging(dataclasses.replace(self.prepared, data=samples), self.merging.outputs)
         count = len(self.blocks)
@@ -165,9 +165,8 @@ class Trials:
 
     @cached_property
     def _scores(self) -> BlockScores:
-        structure = find_structure(
-            self.prepared.model
-        )  # all layers: a block may be removed if none of its layers is selected
+        # All layers: a block may be removed even if none of its layers is selected.
+        structure = find_structure(self.prepared.model)
         selection = dataclasses.replace(self.measuring.selection, structure=structure)
         return score_blocks(dataclasses.replace(self.measuring, selection=selection))
 

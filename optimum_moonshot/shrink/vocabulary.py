@@ -23,7 +23,7 @@ from .tokens import Tokens, token_ids, vocabulary_files
 
 # Text is tokenized in pieces of this many characters, or of a 20th of a short text, which end with a line.
 PIECE, PIECES = 10_000, 20
-HELD_OUT = 10  # one piece of so many tells the cost of text that is not counted
+HELD_OUT = 10  # one piece of so many is not counted, and measures the cost of other text
 # A conversation shows the words that a chat template writes; others are in the template itself, between quotes.
 CONVERSATION = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 
@@ -65,7 +65,7 @@ class Corpus:
         return list(range(HELD_OUT - 1, len(self.pieces), HELD_OUT)) or [len(self.pieces) - 1]
 
     def counts(self, everything: bool) -> Counter[int]:
-        """How often the text uses each token; not `everything`: without the pieces that are held out."""
+        """How often the text uses each token, in `everything` or only in the pieces that are not held out."""
         without = set() if everything else set(self.held_out)
         return Counter(chain.from_iterable(ids for index, ids in enumerate(self.ids) if index not in without))
 
@@ -129,7 +129,7 @@ def reduce_vocabulary(subject: Subject, vocabulary: Any, calibration: Any) -> Sm
     remaining = tokens.choose(corpus.counts(everything=count is None), always, count)
     smaller = tokens.smaller(tokenizer, remaining)
     small = keep_tokens(model, remaining, tokens.renumbered(remaining))
-    # The tokens of a text are counted in all of it; what other text costs is told by those of nine tenths.
+    # Tokens are counted in the whole text; the cost of other text is measured with the tokens of nine tenths.
     counted = tokens.choose(corpus.counts(everything=False), always, count)
     trial = smaller if counted == remaining else tokens.smaller(tokenizer, counted)
     characters, before, after = _held_out_lengths(corpus, trial, tokens.renumbered(counted))

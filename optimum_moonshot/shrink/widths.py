@@ -19,11 +19,11 @@ from ..model.compaction import Family, GroupSearch
 from ..model.layers import PrunableLayer
 from ..model.structured_groups import StructuredGroups
 
-# Most neurons that are removed: predictions are unreliable beyond.
+# The largest fraction of neurons to remove: beyond it, predictions are unreliable.
 MOST = 0.75
 # Fractions of the groups of a width at which its loss is measured.
 TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
-# The most levels of a number of neurons, and a divisor of the remaining number, which kernels need.
+# The most levels of a number of neurons, and a divisor of the remaining number, for fast kernels.
 LEVELS, MULTIPLE = 64, 8
 
 
@@ -107,7 +107,7 @@ def _step(count: int, group: int) -> int:
 def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
     """Removable numbers of groups with their configurations, and the families that they are removed from together.
 
-    Every number of heads is tried; any number of neurons is allowed if that of a few levels is.
+    Every number of heads is tried; for neurons a few numbers, which stand for all numbers between.
     """
     levels, shared = dict[int, PreTrainedConfig](), tuple[Family, ...]()
     step = _step(family.count, group)
