@@ -155,7 +155,7 @@ def _from_template(template: str, data: ModelCardData, base: Base, **values: Any
 
 
 def render_unpruned(model: nn.Module, report: RotationReport | ShrinkReport, name: str) -> ModelCard:
-    """The card of a model that is rotated or has a smaller vocabulary, and is not pruned, with its name."""
+    """The card of a model that is rotated or has a smaller vocabulary, and is not pruned; `name` is the title."""
     base, (auto_class, task) = find_base(getattr(model, "name_or_path", "")), _auto_class(type(model).__name__)
     kind = "rotated" if isinstance(report, RotationReport) else "smaller-vocabulary"
     tags = ["moonshot", kind, *base.data.get("tags", ())]

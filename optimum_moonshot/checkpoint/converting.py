@@ -29,7 +29,7 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
         loading: for the configuration, such as `trust_remote_code`, and `revision`, `token`, … for the Hub.
 
     Raises:
-        MoonshotError: not a pruned checkpoint, one that has the format already, or one that is damaged.
+        MoonshotError: the checkpoint is not pruned, has the format already, or is damaged.
     """
     check_choice("format", format, (*FORMATS, EXPORT))
     check_path("source", source)

@@ -144,7 +144,7 @@ class WeightLocations:
 
     layers: tuple[str, ...]
     weights: Mapping[str, str]  # name in the files → layer
-    # Weights that transformers splits or merges, and the layers of the parameters that it makes of them.
+    # Weights that transformers splits or merges, and the layers of the resulting parameters.
     converted: tuple[Conversion, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # layers that are stored [d_in, d_out], or [experts, d_in, d_out]
@@ -199,7 +199,7 @@ class WeightLocations:
 
 
 def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str], **options: Any) -> WeightLocations:
-    """Find the layers that are declared as pruned, or without a declaration all that could be, in the files.
+    """Find the layers that are declared as pruned, or all prunable ones without a declaration, in the files.
 
     Without a model, they are found by the names in the report. `options` are for the model's classes.
     """
@@ -234,7 +234,7 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str],
 
 
 def _embeddings(declared: DeclaredMetadata, model: nn.Module, names: Mapping[str, str]) -> dict[str, Grid]:
-    """The stored word embeddings that config.json declares as rounded, with their grid; `names` in the model."""
+    """The stored word embeddings that config.json declares as rounded, with their grid; `names`: stored → model's."""
     grid = None if declared.record is None else declared.record.embedding_grid
     if declared.record is None or grid is None:
         return {}
@@ -245,7 +245,7 @@ def _embeddings(declared: DeclaredMetadata, model: nn.Module, names: Mapping[str
 
 
 def _declared_layers(declared: DeclaredMetadata, model: nn.Module) -> list[str]:
-    """The pruned layers, by the report; without one, by config.json and the architecture."""
+    """The names of the pruned layers, by the report; without a report, by config.json and the architecture."""
     if declared.report is not None and not declared.report.compacted:
         return list(declared.report.layers)
     try:

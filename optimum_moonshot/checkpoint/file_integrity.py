@@ -32,11 +32,11 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 @dataclass(frozen=True)
 class Request:
-    """The choices of one `load_pruned`, which transformers' quantizer reads: no file can set them."""
+    """The choices of a call of `load_pruned`, for transformers' quantizer; no file can set them."""
 
-    runtime: str | None = None  # one of `RUNTIMES`; None: that of plain `from_pretrained`
+    runtime: str | None = None  # one of `RUNTIMES`; None: as in plain `from_pretrained`
     verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
-    inputs: str | None = None  # one of `INPUTS`; None: that of plain `from_pretrained`
+    inputs: str | None = None  # one of `INPUTS`; None: as in plain `from_pretrained`
 
 
 _REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039
@@ -61,9 +61,9 @@ def checksums_wanted() -> bool:
 
 
 def check_no_other_weights(checkpoint: Checkpoint) -> None:
-    """Raise `MoonshotError` if transformers would load other files than those that `check_files` checks.
+    """Raise `MoonshotError` if transformers would load files that `check_files` does not check.
 
-    These are an adapter, a distributed checkpoint, or a file that config.json of an unpacked checkpoint names.
+    Such files are an adapter, a distributed checkpoint, or a file that config.json of an unpacked checkpoint names.
     """
     for path in sorted(checkpoint.folder.iterdir()):
         other = path.name == "adapter_config.json" or _DISTRIBUTED.match(path.name)
@@ -149,7 +149,7 @@ def _require_none(names: Iterable[str], problem: str) -> None:
 
 @contextmanager
 def _in_file(path: Path) -> Iterator[None]:
-    """Errors inside the block end with the file's name; those of safetensors become `MoonshotError`."""
+    """Add the file's name to errors inside the block; errors of safetensors become `MoonshotError`."""
     try:
         yield
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""Export a model as a GGUF file, by the converter and the quantizer of llama.cpp, each in a process of its own."""
+"""Export a model as a GGUF file, by the converter and the quantizer of llama.cpp, each in its own process."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ _GET_CONVERTER = (
     "llama-cpp-python's source distribution has it in vendor/llama.cpp: "
     "pip download llama-cpp-python --no-deps --no-binary llama-cpp-python"
 )
-_SHOWN = 4  # last lines of a failed program, without the frames of a traceback, which are indented
+_SHOWN = 4  # last lines of a failed program, without the indented frames of a traceback
 _QUANTIZE = """
 import ctypes, os, sys
 import llama_cpp
@@ -51,7 +51,7 @@ def export_gguf(
 ) -> list[str]:
     """Export a model as a GGUF file for llama.cpp, which appears once it is complete.
 
-    llama.cpp's ``convert_hf_to_gguf.py`` converts the folder; it decides which architectures and tokenizers it takes. A
+    llama.cpp's ``convert_hf_to_gguf.py`` converts the folder, if it supports the architecture and the tokenizer. A
     packed checkpoint is converted to a dense one first, in a temporary folder beside the file.
 
     Args:

@@ -58,7 +58,7 @@ def find_checkpoint(name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any,
 
 
 def repository(name_or_path: Any) -> str:
-    """The repository of a file on the Hub; any other name unchanged."""
+    """The repository of a file on the Hub; any other name is returned unchanged."""
     hub = _hub_name(os.fspath(name_or_path))
     return os.fspath(name_or_path) if hub is None else hub[1]
 
@@ -93,7 +93,7 @@ def refuse_adapter(name_or_path: str | os.PathLike[str], folder: str | os.PathLi
     try:
         file = find_adapter_config_file(os.fspath(folder), **hub)
         base = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except Exception:  # the caller's error, of the missing model, says more
+    except Exception:  # the caller's error about the missing model is clearer
         return
     if file is not None:
         message = f"{name_or_path} is a PEFT adapter of {base}, not a model"

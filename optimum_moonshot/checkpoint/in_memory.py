@@ -34,7 +34,8 @@ _WEIGHT = "weight"
 def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0]) -> dict[str, str]:
     """Pack or unpack the pruned layers of a `PreTrainedModel` in memory, in place, like `MoonshotPruner.to_runtime`.
 
-    If a layer is no longer n:m, or no longer on its grid, `MoonshotError` names it, and all layers are dense.
+    Returns the runtime of every layer, with the reason. `MoonshotError` names a layer that is no longer n:m, or not on
+    its grid; then all layers are dense.
     """
     check_choice("runtime", runtime, RUNTIMES)
     check_choice("inputs", inputs, INPUTS)
@@ -224,7 +225,7 @@ def _origin(name: str, module: PackedModule) -> nn.Module:
 def _pack(
     model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer], names: dict[str, list[str]], inputs: str
 ) -> dict[str, str]:
-    """Pack the weights that the runtime selects, one after another, and unpack the others; `names` has tied ones."""
+    """Pack the weights that the runtime selects, one after another, and unpack the others; `names`: all tied ones."""
     chosen: dict[str, str] = {}
     try:
         for name, layer in layers.items():
@@ -282,9 +283,8 @@ def register_packed(
 ) -> None:
     """Replace a weight of a module, or tied ones of several, by packed tensors, and release the dense tensor.
 
-    The tensors may be empty. The first module, a Linear, a Conv1D, an Embedding or a module of experts, whose weight is
-    the stack of the matrices of all experts, has them. `inputs` is the dtype of the inputs of integer products; see
-    `load_pruned`.
+    The tensors may be empty. They are registered in the first module: a Linear, a Conv1D, an Embedding or a module of
+    experts, whose weight is the stack of all experts' matrices. `inputs`: see `load_pruned`.
     """
     codec, owner = layer.codec.with_inputs(inputs), None
     for name in names:
@@ -308,7 +308,7 @@ def register_packed(
 def initialize_buffers(model: nn.Module) -> None:
     """Compute the buffers of packed embeddings that no file has, such as a scale, as transformers does for dense ones.
 
-    The buffers have their device, and any values.
+    The buffers are on their device already, with arbitrary values.
     """
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():

@@ -6,7 +6,7 @@ programs predict several tokens with them.
 
 The files that are not weights (pooling, feature extractors, licences, code, chat templates) are copied, so that a new
 folder works wherever the source did. Weights in any format, folders of training runs, large files, special files and
-links to files outside the folder are not; a log message names those that a user could miss.
+links to files outside the folder are not; a log message names the files that a user could miss.
 """
 
 import logging
@@ -36,14 +36,14 @@ from .hub import HUB_OPTIONS, download_others
 from .weight_files import Checkpoint, StoredTensors, new_names, read_header, read_tensors, write_json
 from .weight_names import target_names
 
-# Of a run; or of a rotation, or of a smaller vocabulary, where no layer was pruned.
+# The report of a run; without pruned layers, of a rotation or of a smaller vocabulary.
 SavedReport = PruneReport | RotationReport | ShrinkReport
 _SOURCE = "_moonshot_source"  # attribute of a model: its `Source`
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Fields of config.json with the number of layers for multi-token prediction.
 _PREDICTION_LAYERS = re.compile(r"(nextn|mtp)\w*_layers$")
 LARGEST = 2**27  # bytes of a file; the largest tokenizers have 35 MB, a sentence-transformers Dense layer up to 67
-# Formats of other libraries: always the dense model. PyTorch's are weights of modules beside the model in sub-folders.
+# Other libraries' formats of the dense model. PyTorch files in sub-folders are the weights of further modules.
 _FOREIGN = re.compile(
     r"\.(gguf|ggml|llamafile|onnx(_data.*|\.data)?|h5|keras|msgpack|tflite|ot|mlmodel|ckpt|pdparams|nemo|engine|pte"
     r"|tfevents.*)$|^openvino_.*|\.index\.json$|\.tfevents\."
@@ -51,7 +51,7 @@ _FOREIGN = re.compile(
 _TORCH = re.compile(r"\.(safetensors|bin|pt|pth)$")
 _RUN_FOLDER = re.compile(r"(checkpoint|global_step)[-_]?\d+|runs|wandb|__pycache__|.*\.mlpackage|.*\.partial|\..*")
 _RUN_FILES = ("run.json", "trainer_state.json")  # only in folders of runs, of this package and of the Trainer
-# About the weights of the source, which a saved model does not have.
+# Files about the weights of the source, which are not the saved ones.
 _OF_SOURCE = {
     "config.json", "README.md", REPORT_NAME, PLOT_NAME, ROTATION_NAME, SHRINK_NAME, "trainer_state.json",
     "quantize_config.json", "quant_config.json", "hf_quant_config.json",
@@ -152,7 +152,7 @@ def source_of(model: nn.Module) -> Source:
 def _detach_quantizer(model: PreTrainedModel) -> str:
     """Detach the quantizer that has dequantized the weights, and return its method; "" if there is none.
 
-    Its entries in the configuration are removed too, and its conversions, which would quantize the weights in saving.
+    Its entries in the configuration are removed too, and its conversions, which would quantize the saved weights.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None:
@@ -251,7 +251,7 @@ class SideFiles:
         self.replaced: set[str] = set()  # names of files at the top that are not copied, since their content changed
 
     def save_pretrained(self, folder: Path) -> None:
-        """Copy the files that `folder` does not have yet; those of a repository are downloaded first."""
+        """Copy the files that `folder` does not have yet; files of a repository are downloaded first."""
         source, options = self.source
         if not isinstance(source, str | os.PathLike) or not source:
             return
@@ -294,7 +294,7 @@ def copy_side_files(source: Path, target: Path, without: Collection[str] = ()) -
 
 
 def _files(source: Path, target: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
-    """The files to copy with their names relative to the source; the others join `left_out` with the reason."""
+    """The files to copy with their names relative to the source; add the others to `left_out`, with the reason."""
     root, inside, weights = Path(os.path.realpath(source)), os.path.realpath(target), _indexed(source)
     followed, open_folders = {str(root)}, [source]  # one link leads to each folder, so that loops end
     for folder in open_folders:  # grows: nearest folders first
@@ -330,7 +330,7 @@ def _obstacle(path: Path) -> str:
 
 
 def _is_model(path: PurePosixPath) -> bool:
-    """Whether a file is that of the whole model in some format, or unfinished, by its relative path."""
+    """Whether a relative path is a file of the whole model, in any format, or an unfinished file."""
     top = len(path.parts) == 1
     of_model = top and (is_weights(Path(path)) or _TORCH.search(path.name) is not None)
     return of_model or _FOREIGN.search(path.name) is not None or path.name.endswith(UNFINISHED)

@@ -132,7 +132,7 @@ class Packer:
         return tensors, entries
 
     def _of_expert(self, merged: Target, tensor: Tensor) -> PackedLayer | None:
-        """The entry of a stored weight that is merged into a fused parameter; None if that is not pruned."""
+        """The entry of a stored weight that is merged into a fused parameter; None if the parameter is not pruned."""
         fused = self.layers.get(merged.weight)
         if fused is None or tensor.ndim < 2:
             return None
@@ -185,10 +185,10 @@ def rewrite(
 
     Args:
         source: the checkpoint to read.
-        target: existing folder; if it is that of the source, its files are replaced.
-        change: from the tensors and the packed layers of a file to the new ones.
+        target: existing folder; if it is the source's own, the files are replaced.
+        change: function of the tensors and the packed layers of a file that returns the new ones.
         packed: whether the new files are packed.
-        entry: `quantization_config` of files that are not.
+        entry: `quantization_config` if the new files are not packed.
     """
     valid = isinstance(source.index.get("metadata", {}), dict)
     require(valid, f"{source.index_path} is damaged: its metadata is not an object")
@@ -345,7 +345,7 @@ def check_reloads(model: PreTrainedModel, folder: Path) -> None:
     options = dict(device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True)
     try:
         with _silent():
-            # Not that of the class, which may read other files.
+            # Not the class's own method, which may read other files.
             _, info = load.__func__(cls, None, config=config, state_dict=_meta_tensors(folder), **options)
     except Exception as error:  # of the class, or of transformers' conversions
         message = f"{cls.__name__}.from_pretrained could not load what would be saved: {type(error).__name__}"

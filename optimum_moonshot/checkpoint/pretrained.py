@@ -42,7 +42,7 @@ def model_class(config: Any) -> type[Any]:
 
 @contextmanager
 def _explained(message: str, others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Convert errors to `MoonshotError`, except `others`: a damaged file can cause any in the class that it names."""
+    """Convert errors to `MoonshotError`, except `others`: a damaged file can cause any error in a class."""
     try:
         yield
     except Exception as error:
@@ -84,7 +84,7 @@ def checkpoint_meta_model(folder: Path, **options: Any) -> nn.Module:
 def load_meta(name_or_config: Any, offload: str | None, dtype: Any = None, **options: Any) -> nn.Module:
     """The model of a configuration, or of the config.json of a folder or Hub repository, on the meta device.
 
-    The dtype None or "auto" is that of the configuration, or float32. `offload` is only checked. `OSError` if there is
+    The dtype None or "auto" is the configuration's dtype, or float32. `offload` is only checked. `OSError` if there is
     no such model.
     """
     if offload is not None:
@@ -132,7 +132,7 @@ def offload_folder(folder: str | None) -> Iterator[Path]:
 
 
 def _device_map(model: nn.Module, place: str, device: Any) -> dict[str, Any]:
-    """All blocks in the place, other weights on the device, by the largest modules without blocks."""
+    """Name → location: blocks in `place`, the largest modules without blocks on the device."""
     blocks = {name for name, _ in find_blocks(model)}
     message = f"{type(model).__name__} has no repeated blocks to offload"
     require(bool(blocks), message, field="offload", value=place)

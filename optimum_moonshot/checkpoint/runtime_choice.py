@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 def packing_obstacle(modules: Sequence[nn.Module], layer: PackedLayer) -> str | None:
     """The reason why the weight of one module, or of several that share it, cannot be packed in memory, if any.
 
-    Only embeddings share theirs, with each other and with heads.
+    Only embeddings may share a weight, with each other and with heads.
     """
     embeds = layer.codec.looks_up and any(isinstance(module, nn.Embedding) for module in modules)
     alike = all(isinstance(module, nn.Embedding | nn.Linear) for module in modules)
@@ -77,8 +77,8 @@ def runtime_entry(verdict: Verdict) -> str:
 def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
     """Log the choices of "auto" and their reasons in one line.
 
-    `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are those of the packed weights and of
-    the same weights when dense.
+    `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are the sizes of
+    the packed weights, packed and dense.
     """
     if runtime != "auto":
         return

@@ -45,11 +45,10 @@ def save_model(
 ) -> None:
     """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
-    A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
-    memory; a model that is only rotated is dense. Weights that only the files of the model's `origin` contain are
-    copied. Report and configuration describe the current weights, with a note if training has changed them. `options`
-    are those of the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is
-    no longer n:m.
+    A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is the one
+    in memory; a model that is only rotated is dense. Weights that exist only in the files of the `origin` are copied.
+    Report and configuration describe the current weights, with a note if training has changed them. `options` are for
+    the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
     """
     on_main_process(lambda: _save(model, processors, report, directory, format, None, origin, options))
 
@@ -90,7 +89,7 @@ def _save(
     origin: Origin,
     options: dict[str, Any],
 ) -> None:
-    """Save in this process; the card has the `name`, by default that of the folder."""
+    """Save in this process; the title of the card is `name`, by default the folder's name."""
     format = _check_saving(model, report, format, options)
     plain = not hasattr(model, "save_pretrained")
     if not isinstance(report, PruneReport):

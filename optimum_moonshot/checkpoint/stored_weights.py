@@ -37,7 +37,7 @@ class Zeros(NamedTuple):
     mask: Tensor  # bool, True at zeros, in the layout of the dense weight
     stored: str  # representation of the weight, for messages
     weight: Tensor | None = None  # the dense weight; None if another tool has quantized it
-    bytes: int | None = None  # of its tensors in the files; likewise
+    bytes: int | None = None  # of its tensors in the files; None likewise
     format: str | None = None  # of a packed weight
 
 
@@ -53,7 +53,7 @@ class StoredWeights:
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def _dense_name(self, stored: str) -> str | None:
-        """The weight that a tensor belongs to; None for auxiliary tensors, and those that are not weights."""
+        """The weight that a tensor belongs to; None for auxiliary tensors, and for tensors that are not weights."""
         module, _, last = stored.rpartition(".")
         if weight_of(stored) in self.tensors.layers:
             return weight_of(stored)

@@ -43,7 +43,7 @@ class LayerFinding:
     stored: str | None = None  # representation, such as "bfloat16" or "packed bfloat16"
     zeros: int | None = None
     sparsity: float | None = None
-    follows: bool | None = None  # whether it has that pattern
+    follows: bool | None = None  # whether its zeros have that pattern
     bits: int | None = None  # the declared bits of a surviving weight
     on_grid: bool | None = None  # whether its weights are on the declared grid
     bits_per_weight: float | None = None  # stored, of all its weights; None if another tool has quantized it
@@ -64,7 +64,7 @@ class Verification:
 
     path: str
     format: str  # "dense", "packed", or the method of another tool that has quantized it
-    checksums: bool | None  # whether those of a packed checkpoint are right; a dense one has none
+    checksums: bool | None  # whether a packed checkpoint's are right; None for a dense one
     layers: tuple[LayerFinding, ...]
     sparsity: float | None  # zeros among the weights of the pruned layers that can be read
     model_sparsity: float | None  # zeros among all weights in the files; None where some cannot be read
@@ -184,8 +184,8 @@ class _Comparison:
         self.problems: dict[str, str] = {}  # layer → why it cannot be compared
         self.matches: dict[tuple[str, NM], bool] = {}  # whether a layer has a pattern
         self.parameters: int | None = 0  # all weights in the files; None where some cannot be read
-        self.zeros = 0  # among them
-        self.bytes: int | None = 0  # of them; None also where another tool has quantized some
+        self.zeros = 0  # zeros among these weights
+        self.bytes: int | None = 0  # stored bytes of these weights; None also where another tool has quantized some
         self.moved: list[str] = []  # word embeddings that are not on their grid
 
     def read(self, stored: StoredWeights, by: str) -> None:
@@ -379,6 +379,6 @@ def _patterns(declaration: Declaration, declared: DeclaredMetadata, layers: tupl
 
 
 def _first(lines: list[str], problem: str) -> list[str]:
-    """The first of some lines, with their number."""
+    """The first of the lines, followed by their number; empty without lines."""
     more = f" ({len(lines)} {problem})" if len(lines) > 1 else ""
     return [lines[0] + more] if lines else []

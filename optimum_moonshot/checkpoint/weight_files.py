@@ -5,9 +5,9 @@ A packed one has names that no other reader looks for, ``moonshot…``, and alwa
 transformers raises an error instead of initializing the missing weights at random.
 
 ``config.json`` of a packed checkpoint has ``quantization_config``: {quant_method: "moonshot", format: "packed",
-version}. The metadata of a file has under "moonshot", as JSON: the version, `layers` (a `PackedLayer` each), of every
-tensor in the file a SHA-256 (`sha256`), and its dtype and shape (`stored`, such as "bfloat16 [24, 16]"), the number of
-weight files (`files`), and the SHA-256 of all this (`checksum`).
+version}. The metadata of a file has under "moonshot", as JSON: the version, `layers` (a `PackedLayer` each), the
+SHA-256 (`sha256`) and the dtype and shape (`stored`, such as "bfloat16 [24, 16]") of every tensor in the file, the
+number of weight files (`files`), and the SHA-256 of this entry (`checksum`).
 """
 
 import json
@@ -268,7 +268,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> Tensors:
-    """Some tensors of a file."""
+    """Read the tensors with these names from a file."""
     with StoredTensors([path]) as stored:
         return {name: stored[name] for name in names}
 

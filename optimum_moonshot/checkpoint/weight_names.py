@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
         Args:
             stored: the weights with their patterns, in the order of their names.
-            model: with whose shapes and configuration some operations compare.
+            model: some operations compare with its shapes and configuration.
         """
         converter = deepcopy(self.converter)
         for number, (pattern, tensor) in enumerate(stored):
@@ -42,7 +42,7 @@ class Target(NamedTuple):
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     def merged(self, shape: Sequence[int], config: Any, stored: Iterable[tuple[str | None, Tensor]]) -> Tensor:
-        """Like `converted`, but the one parameter of a model with this configuration, which has a shape."""
+        """Like `converted`, but for a single parameter of this shape, in a model with this configuration."""
         model = SimpleNamespace(get_parameter=lambda _: torch.empty(tuple(shape), device="meta"), config=config)
         return self.converted(stored, model)[self.weight]
 
@@ -67,7 +67,7 @@ class Target(NamedTuple):
         return order if torch.equal(merged, numbers[order]) else None
 
     def keeps_rows(self, model: Any, shape: Sequence[int]) -> bool:
-        """Whether rows of stored weights of this shape, and of those merged with them, are rows of the parameter."""
+        """Whether the rows of stored weights of this shape stay whole rows of the parameter that they form."""
         parameter, patterns = model.get_parameter(self.weight).shape, self.converter.source_patterns
         count, rest = divmod(parameter.numel(), prod(shape) * len(patterns))  # weights of every pattern
         if not count or rest or shape[-1] != parameter[-1]:
@@ -81,12 +81,12 @@ class Conversion(NamedTuple):
 
     sources: tuple[tuple[str, str], ...]  # their names, and the patterns of the converter that they match
     target: Target
-    model: nn.Module  # with whose shapes and configuration some operations compare
+    model: nn.Module  # some operations compare with its shapes and configuration
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters that the loader makes of stored weights, or masks of such, by their names.
 
-        Weights of other shapes than config.json declares raise any error.
+        Weights of other shapes than config.json declares may raise any error.
         """
         return self.target.converted(((pattern, tensors[name]) for name, pattern in self.sources), self.model)
 

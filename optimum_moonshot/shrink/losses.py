@@ -54,7 +54,7 @@ class MeasurableModel(Protocol):
         """A context in which some blocks are merged into the blocks before them, or return their input."""
 
     def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:
-        """Sets of `count` blocks, of at most `most`, whose loss is to be measured; none if `count` cannot be removed."""
+        """Sets of `count` blocks, of at most `most`, whose loss is to be measured; none if no set can be removed."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .widths import find_widths
 
 
 def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
-    """Measure losses and costs, and hidden sizes (None if fixed, or `narrowed` already); the last value: all by name."""
+    """Measure losses and costs, and hidden sizes (None if fixed, or `narrowed` already); also returns all values."""
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
