@@ -52,7 +52,7 @@ def add_model_options(
     loaded: bool = True,
     by_layer: bool = False,
 ) -> None:
-    """Add the model, and the options for loading it if the command does, also `by_layer`."""
+    """Add the model, the options for loading it if `loaded`, and `--offload` if `by_layer`."""
     parser.allow_abbrev = False  # an unknown option would match another with the same prefix
     parser.add_argument("model", metavar=metavar, help=help)
     if loaded:
@@ -205,8 +205,8 @@ def make_metric(
 ) -> Metric:
     """Agreement for models without a head, accuracy for image models, perplexity for the others.
 
-    `limit` selects the first windows, images or texts; `bos` and `against` are those of `perplexity`. An agreement is
-    with the embeddings of a data set in `dense`, else with those that are measured first.
+    `limit` selects the first windows, images or texts; `bos` and `against` are for `perplexity`. Agreement
+    compares with the embeddings of a data set in `dense`; the first measurement adds missing ones.
     """
     from .. import accuracy, perplexity
     from ..evaluation.metrics import Agreement, embeddings
@@ -231,6 +231,6 @@ def make_metric(
 
 
 def pruner_metric(pruner: "MoonshotPruner", dense: "dict[str, Embeddings] | None" = None) -> Metric:
-    """The metric of a pruner's model, with the windows of its configuration; `dense` is that of `make_metric`."""
+    """The metric of a pruner's model, with the windows of its configuration; `dense`: see `make_metric`."""
     length, size = pruner.config.sequence_length, min(pruner.config.batch_size, 4)
     return make_metric(pruner.model, pruner.tokenizer, pruner.processor, length, size, dense=dense)

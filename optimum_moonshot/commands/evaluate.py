@@ -234,7 +234,7 @@ def _dense_model(args: argparse.Namespace, device: "torch.device") -> "tuple[Any
 
 
 def _lines(result: Any, baseline: Any) -> list[str]:
-    """Format a result and that of the baseline, with a note if it was measured differently."""
+    """Format a result and the baseline's, with a note if it was measured differently."""
     references = {} if baseline is None else baseline.measurements()
     lines = []
     for name, (metric, value, settings) in result.measurements().items():

@@ -1,4 +1,4 @@
-"""Runs a command, also in several processes of a launcher such as torchrun; errors become one line on stderr."""
+"""Run a command, also in several processes of a launcher such as torchrun; errors become one line on stderr."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ def guard(
 ) -> None:
     """Run a command; print an error that users can fix as one line, without a traceback unless MOONSHOT_DEBUG=1.
 
-    The exit status is then 2 for a `UsageError`, 130 for an interruption, else 1. `plurals` are those of
+    The exit status is then 2 for a `UsageError`, 130 for an interruption, else 1. `plurals`: see
     `option_formatter`; the processes of a launcher can share the work of a `shared` command.
     """
     try:

@@ -41,7 +41,7 @@ CONFIG_OPTIONS = {name: _argument(field) for name, field in OPTIONS.items() if n
 
 
 def flag(name: str) -> str:
-    """The option of a field; one that is repeated for each value has its name in the singular."""
+    """The option of a field, in the singular if it is repeated for each value."""
     return "--" + (name.removesuffix("s") if name in ("solver_options", "imports") else name).replace("_", "-")
 
 

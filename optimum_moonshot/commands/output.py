@@ -135,7 +135,7 @@ class Output:
             except Timeout:
                 message = "another command writes there; wait for its end, or choose another"
                 raise UsageError(message, field="output", value=self.args.output) from None
-            except FileNotFoundError:  # another command deleted the folder when it ended
+            except FileNotFoundError:  # another command has deleted the folder at its end
                 continue
             except OSError:  # a file system without locks
                 pass

@@ -83,7 +83,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise MoonshotError(f"{what}: give a tensor, or lists of numbers of equal length ({error})") from error
     require(tensor.layout is torch.strided, f"{what} is of layout {tensor.layout}", hint="give a dense tensor")
-    tensor = tensor.clone() if tensor.is_inference() else tensor  # a backward pass refuses inference tensors
+    tensor = tensor.clone() if tensor.is_inference() else tensor  # inference tensors do not support a backward pass
     require(tensor.numel() > 0, f"{what} has shape {tuple(tensor.shape)}, which is empty", hint="leave it out")
     finite = not tensor.is_floating_point() or not bool(tensor.isnan().any())
     require(finite, f"{what} contains NaN", hint="give finite numbers")
@@ -139,9 +139,9 @@ def shorten(batch: Batch, samples: int = 1, tokens: int = PROBE_TOKENS) -> Batch
 
 
 def _first_predicted(batch: Batch) -> int:
-    """The index of the first token with a label in all samples, or without labels, of the second one after padding.
+    """The index of the first token with a label in all samples; without labels, of the second token after padding.
 
-    If a sample has no such token, the number of tokens.
+    It is the number of tokens if a sample has no such token.
     """
     if "labels" in batch:
         predicted = batch["labels"][:, 1:] != IGNORED
@@ -159,7 +159,7 @@ def split_batches(batches: list[Batch], size: int) -> list[Batch]:
 
 
 def samples_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
-    """The samples `start` to `stop` of all, in the same order and batches."""
+    """The samples `start` to `stop`, counted over all batches, in the same order and batches."""
     selected, first = [], 0
     for batch in batches:
         size = batch_size(batch)
@@ -190,7 +190,7 @@ def without_padding(batch: Batch) -> Batch:
 def spread_samples(batches: list[Batch], count: int, without: int = 0) -> list[Batch]:
     """At most `count` evenly spaced samples, in order, in batches that are not larger than the original ones.
 
-    They are others than `without` evenly spaced ones, if these are not all.
+    Before that, `without` evenly spaced samples are excluded, unless these are all samples.
     """
     size = max(map(batch_size, batches))
     samples = split_batches(batches, 1)

@@ -51,7 +51,7 @@ def as_messages(value: Any, what: str) -> Messages:
         if "role" not in fields or not ("content" in fields or "content" in message):
             hint = "give lists of messages with role and content, or with from and value"
             raise MoonshotError(f"{what} contains {truncated_repr(message)}, which is not a message", hint=hint)
-        messages.append({"content": "", **fields})  # a call of tools has no content
+        messages.append({"content": "", **fields})  # a tool call has no content
     return messages
 
 

@@ -28,12 +28,12 @@ class SelfCalibration:
 
     Args:
         prompts: strings, conversations (lists of messages with role and content), or the path of a .txt file with a
-            prompt on every line, or of a JSON (lines), CSV or Parquet file with a column of them. They are used
-            repeatedly, in an order that follows from the seed. None generates from the model's BOS token.
+            prompt on every line, or of a JSON (lines), CSV or Parquet file with a column of prompts. Prompts are
+            used repeatedly, in an order that follows from the seed. None generates from the model's BOS token.
         chat: format prompts by the tokenizer's chat template; None does so if it has one.
         thinking: the template's `enable_thinking`; None leaves it to the template.
         temperature: of the sampling; 1 is the model's distribution.
-        top_p: sample from the most likely tokens with this total probability; 1 from all.
+        top_p: sample from the most likely tokens with this total probability; 1: from all tokens.
         batch_size: samples generated at a time. The samples depend on it.
 
     Raises:

@@ -104,7 +104,7 @@ class Texts:
     read: Callable[[torch.Generator | None], Iterator[Document]]  # in order; shuffled by a generator
     joiner: str | None = None  # joins the texts to one running text; None: documents
     long_only: bool = False  # every sample must come from a document longer than a window
-    corpus: Corpus | None = None  # whose format the source has
+    corpus: Corpus | None = None  # the corpus whose format the source has
     count: Callable[[int], int] | None = None  # of documents, up to a maximum; None if that means reading everything
 
 

@@ -60,7 +60,7 @@ class CalibrationData:
     def spread(self, count: int, without: int = 0) -> "CalibrationData":
         """At most `count` evenly spaced samples, with the same description.
 
-        They are others than those of ``spread(without)``, if these are not all.
+        Samples of ``spread(without)`` are excluded, unless these are all samples.
         """
         batches = spread_samples(self.batches, count, without)
         return replace(self, batches=batches, num_samples=sample_count(batches))
@@ -134,7 +134,7 @@ def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None
 
 
 def all_texts(source: Any, tokenizer: Any) -> Iterator[str]:
-    """All texts of a source in order, of a streamed corpus the first `HUB_DOCUMENTS`.
+    """All texts of a source in order; of a streamed corpus, the first `HUB_DOCUMENTS`.
 
     Conversations are rendered by the tokenizer's chat template.
 
@@ -150,7 +150,7 @@ def all_texts(source: Any, tokenizer: Any) -> Iterator[str]:
 
 
 def separate_texts(source: Any, tokenizer: Any) -> Iterator[str]:
-    """The texts of a source, in the test split of a named corpus, without blank ones; the lines of running text.
+    """The nonblank texts of a source, or of the test split of a named corpus; of running text, the nonblank lines.
 
     Conversations are rendered by the tokenizer's chat template.
     """
@@ -285,7 +285,7 @@ def _token_lists(texts: Iterator[Document], tokenizer: Any) -> Iterator[list[int
 def _collate(samples: list[Tensor], batch_size: int, tokenizer: Any) -> list[Batch]:
     """Batches [B, T] in order, padded on the right, with a mask where padding was needed."""
     tokens = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    pad_token = next((token for token in tokens if token is not None), 0)  # it may be any: the mask hides it
+    pad_token = next((token for token in tokens if token is not None), 0)  # any token: the mask hides it
     batches = []
     for start in range(0, len(samples), batch_size):
         group = samples[start : start + batch_size]

@@ -122,18 +122,18 @@ class Library:
     def direct_product(
         self, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, bias: Tensor | None
     ) -> "DirectProduct":
-        """The function x → `product`, with arguments that are made once; it is None for more than `most_rows` rows."""
-        kept = values, meta, offsets, bias  # whose addresses are used
+        """The function x → `product`, with precomputed arguments; it returns None for more than `most_rows` rows."""
+        kept = values, meta, offsets, bias  # referenced, since their addresses are used
         matrix, shape = _matrix(values, meta, offsets, d_in), (len(meta), d_in)
         return DirectProduct(self.functions["product"], matrix, shape, kept, (), self.most_rows)
 
     def grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None
     ) -> None:
-        """Products of groups of consecutive inputs with a group's matrix each; W is the stack of these matrices.
+        """Multiply each group of consecutive inputs by its own matrix; W is the stack of these matrices.
 
-        `counts`, int64 [groups] and contiguous, are the rows of inputs of each group, at most `inputs` together. Writes
-        their `outputs` [rows, d_out / groups]; other arguments as in `product`.
+        `counts`, int64 [groups] and contiguous, are the numbers of rows of each group, in total at most the rows of
+        `inputs`. Writes `outputs` [rows, d_out / groups]; other arguments as in `product`.
 
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.

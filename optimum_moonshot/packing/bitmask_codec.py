@@ -28,8 +28,8 @@ _NO_PLAN: Plan = (-1, None)
 _TILE = 1 << 20  # bytes of a tile of unpacked rows: at most half the second-level cache of current CPUs
 # Largest packed size, as a fraction of the dense size, at which one row was at least 10% faster, by instruction set and
 # bytes of a weight (benchmarks/results/runtime-sets.json). This is a sparsity of 20% in 16 bits, and of 40% to 50% in
-# 32 bits, where the dense product already reaches the memory bandwidth. A few rows more gain less, and many rows lose
-# nothing significant.
+# 32 bits, where the dense product already reaches the memory bandwidth. With a few more rows the gain is smaller; with
+# many rows the loss is not significant.
 _WIDE = {2: 0.87, 4: 0.64}
 _MOST = {"avx2": {2: 0.87, 4: 0.55}, "avx512": _WIDE, "vbmi2": _WIDE, "amx": _WIDE}
 
@@ -241,7 +241,7 @@ def _grouped_transposed(
 def _groups(
     counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None
 ) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
-    """The rows of inputs of every group that has some, and its matrix."""
+    """The rows of inputs and the matrix of every group that has inputs."""
     d_out, first = len(meta) // len(counts), 0
     for group, count in enumerate(counts.tolist()):
         if count:

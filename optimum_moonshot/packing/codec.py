@@ -20,7 +20,7 @@ from ..objective.patterns import NM
 
 Parts = Mapping[str, Tensor]  # the tensors of a packed matrix, by suffix
 Shape = tuple[int, int]  # d_out, d_in
-# Of products with integer codes: rounded to 8 bits per row and group, where that is faster, or never rounded.
+# Inputs of products with integer codes: rounded to 8 bits per row and group, where that is faster, or never rounded.
 INPUTS = ("int8", "float")
 
 
@@ -123,18 +123,18 @@ class Codec(ABC):
     def direct(
         self, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Any = None
     ) -> Callable[[Tensor], Tensor | None] | None:
-        """`linear` as a call of the compiled library alone, with arguments that are made once; None if it has none.
+        """`linear` as one call of the compiled library, with precomputed arguments; None if there is no such call.
 
-        A call of an operator of torch takes 45 µs, which is more than the product of a small matrix. The function is
+        A call of a torch operator takes 45 µs, more than the product of a small matrix. The function is
         for contiguous inputs in host memory without gradients, and valid while the tensors keep their addresses; it
         returns None for numbers of rows for which `linear` is faster.
         """
         return None
 
     def grouped(self, inputs: Tensor, counts: Tensor, parts: Parts, shape: Shape, plan: Any = None) -> Tensor:
-        """The products of groups of inputs with a group's matrix each, which are stacked to one packed matrix.
+        """Multiply each group of inputs by its own matrix; these matrices are stacked to one packed matrix.
 
-        By default one call of `linear` for each group with inputs.
+        By default, one call of `linear` for each group with inputs.
 
         Args:
             inputs: [rows, d_in], group after group, in the dtype and on the device of the values.
@@ -197,7 +197,7 @@ def find_codec(name: str) -> Codec:
     """The format of a name, which is registered or of the family of a registered one.
 
     Raises:
-        MoonshotError: this release has none of this name.
+        MoonshotError: this release has no format of this name.
     """
     for codec in _CODECS.values() if isinstance(name, str) else ():
         named = codec.named(name)
@@ -226,9 +226,9 @@ def register_operators(
     """Implement the operators that a library of the namespace "moonshot" has defined.
 
     Args:
-        library: with the signatures.
-        products: the name of each operator, its function, and the one that gives its output's shape.
-        gradients: the name of each differentiable operator, its backward pass, and the one that saves its context.
+        library: defines the signatures.
+        products: the name of each operator, its function, and a function for the shape of its output.
+        gradients: the name of each differentiable operator, its backward pass, and a function that saves its context.
     """
     for name, compute, fake in products:
         library.impl(name, compute, "CompositeExplicitAutograd")

@@ -23,8 +23,8 @@ _LARGEST = 2**62  # weights in a tensor
 class PackedLayer:
     """A packed weight.
 
-    All methods have the weight in its stored layout, `shape`, and its name as arguments; codecs use its matrix
-    [d_out, d_in]. The packed tensors are passed by name, possibly with tensors of other weights.
+    All methods use the weight in its stored layout, `shape`; codecs use its matrix [d_out, d_in]. Packed tensors are
+    passed by name, possibly with tensors of other weights.
     """
 
     shape: tuple[int, ...]  # as stored in a dense checkpoint

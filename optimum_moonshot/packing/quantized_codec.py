@@ -174,7 +174,7 @@ class Quantized(Codec):
             return Verdict(False, obstacle)
         if name in FASTER:
             return Verdict(True, f"{name} kernels for {self.name}")
-        # Bits per weight: those of a bitmask, unless all weights are stored, a scale per group, and the codes.
+        # Bits per weight: 1 of the bitmask, unless all weights are stored; a scale per group; and the codes.
         codes = 8 * dtype.itemsize * (fraction - 1 / self.group)
         share = 1.0 if codes > self.bits - 0.01 else (codes - 1) / self.bits
         return timed_verdict(self, shape, pattern, share, dtype, device)
@@ -185,7 +185,7 @@ class Quantized(Codec):
 
 
 def _all_stored(meta: Tensor, d_in: int) -> Tensor:
-    """A bitmask, with all bits if there is none."""
+    """The bitmask; all ones if every weight is stored without one."""
     if meta.shape[1]:
         return meta
     full = torch.full((len(meta), -(-d_in // 8)), 255, dtype=torch.uint8, device=meta.device)
@@ -218,7 +218,7 @@ class _Matrix(NamedTuple):
         return library_matrix(grid, self.codes, self.scale, self.meta, d_in, self.offsets)
 
     def groups(self, counts: Tensor, d_in: int) -> "Iterator[tuple[slice, _Matrix]]":
-        """The rows of inputs of every group that has some, and its matrix."""
+        """The rows of inputs and the matrix of every group that has inputs."""
         offsets, d_out, first = self.with_offsets(d_in).offsets, len(self.scale) // len(counts), 0
         for number, count in enumerate(counts.tolist()):
             if count:

@@ -57,7 +57,7 @@ def timed_verdict(
         codec: the packed format.
         shape: d_out, d_in.
         pattern: n:m of all rows; None where rows differ.
-        share: of the weights that are not 0; not used with a pattern.
+        share: fraction of nonzero weights; ignored with a pattern.
         dtype: of the values and the inputs.
         device: of the values and the inputs.
     """

@@ -85,7 +85,7 @@ class BlockFootprint:
 
     observed: int  # under the hooks: forward and, with gradients, backward
     trained: int  # forward and backward, with all that a layer's gradient needs; 0 unless asked for
-    shared: tuple[tuple[int, ...], ...]  # indices of the layers that read the same tensor and share a Gram matrix
+    shared: tuple[tuple[int, ...], ...]  # indices of layers with one input tensor, and one Gram matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ModelFootprint:
     """The footprints of the blocks with layers to prune, by name, and the bytes that they share."""
 
     blocks: dict[str, BlockFootprint]
-    # All blocks in the order of their calls: each reads the output of the one before, of the same shape as its own.
+    # All blocks in the order of their calls: the input of each is the output of the one before, of the same shape.
     sequences: tuple[tuple[str, ...], ...]
     hidden: int  # bytes of a batch's hidden state
     whole: int  # bytes of a pass of the whole model, with gradients also backward
@@ -110,8 +110,8 @@ def model_footprint(
 ) -> ModelFootprint:
     """Run a copy of a model and its blocks on fake tensors, with a batch of the size of the largest one.
 
-    `gradients` are those of calibration; with `trains`, blocks are trained as well. A model that reads the value of a
-    tensor raises any exception.
+    With `gradients`, passes run backward, as in calibration; with `trains`, blocks are trained as well. A model that
+    depends on the values of a tensor may raise any exception.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, frozen(model):
         fake = _FakeModel(model, mode, batch_size(batch), gradients)
@@ -134,14 +134,14 @@ def model_footprint(
 
 
 def kind_of(block: Block) -> Any:
-    """Equal for blocks that take the same memory and time."""
+    """A key that is equal for blocks with the same memory and time."""
     layers = tuple((layer.name.removeprefix(block.name), layer.shape) for layer in block.layers)
     shapes = tuple((name, parameter.shape) for name, parameter in block.module.named_parameters())
     return type(block.module), shapes, layers
 
 
 def consume(conversions: Iterable[Any]) -> None:
-    """Make tensors one after the other, as an observer does."""
+    """Iterate over tensors without keeping them, like an observer."""
     for _ in conversions:
         pass
 
@@ -166,7 +166,7 @@ class _FakeModel:
         return dataclasses.replace(layer, modules=tuple(self.copies[module] for module in layer.modules))
 
     def run(self, structure: Structure, inputs: Batch, forward: Forward | None) -> int:
-        """One pass of the model, which records the calls of the blocks; the bytes at its peak."""
+        """Run the model once, record the calls of the blocks, and return the bytes at the peak."""
         last: list[Tensor] = []
 
         def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class _FakeModel:
         return live.peak
 
     def run_block(self, block: Block, trains: bool) -> BlockFootprint:
-        """Passes of a single block under hooks, which hold the inputs of all layers, as training does."""
+        """Run a single block under hooks, which hold the inputs of all layers, as in training."""
         reads: dict[Any, list[int]] = {}
         with ExitStack() as stack:
             for index, layer in enumerate(block.layers):
@@ -212,7 +212,7 @@ class _FakeModel:
         return BlockFootprint(observed, trained, (*map(tuple, reads.values()), *alone))
 
     def _pass(self, block: Block, gradients: bool) -> int:
-        """A pass forward and, with gradients, backward; the bytes at its peak."""
+        """Run a block forward and, with gradients, backward; return the bytes at the peak."""
         call = self.calls[block.name]
         with LiveBytes() as live, torch.set_grad_enabled(gradients):
             hidden = torch.empty(call.hidden.shape, dtype=call.hidden.dtype).requires_grad_(gradients)
@@ -224,8 +224,8 @@ class _FakeModel:
         return live.peak
 
     def _watch(self, layer: PrunableLayer, stack: ExitStack, reads: dict[Any, list[int]], index: int) -> None:
-        """Hold and convert the same tensors of a layer's calls as `Observer`; adds its index to its input tensors'."""
-        if layer.separate:  # `_balanced` does
+        """Hold and convert the tensors of a layer's calls like `Observer`; add `index` to `reads`, by input tensor."""
+        if layer.separate:  # see `_balanced`
             return
 
         def see(called: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor | None:
@@ -242,7 +242,7 @@ class _FakeModel:
         self.layer(layer).watch(see, stack)
 
     def _balanced(self, module: nn.Module) -> Callable[..., Tensor]:
-        """A forward of a module of experts that holds what their inputs and outputs need, whatever the routing.
+        """A forward of a module of experts that holds tensors of the size of all inputs and outputs of experts.
 
         Hooks hold the inputs of all experts until the batch ends; without a graph, the outputs of one expert at a time
         are too small to count.

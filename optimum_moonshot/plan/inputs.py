@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class MachineMemory:
-    """The memory that a plan assumes; None is that of this machine."""
+    """The memory that a plan assumes; None is this machine's."""
 
     device: int | None = None  # bytes of the device in total, including the model
     host: int | None = None  # bytes of host memory that are free
@@ -55,9 +55,9 @@ def build_spec(
     machine: MachineMemory,
     offloaded: OffloadedBlocks | None,
 ) -> tuple[RunSpec, CalibrationData]:
-    """The run, and the data in its batches, with notes for the plan.
+    """Describe a run, and load its data in batches, with notes for the plan.
 
-    Raises `MoonshotError` for a run that cannot be planned, or not without the model's weights.
+    Raises `MoonshotError` for a run that cannot be planned, or cannot be planned without the model's weights.
     """
     model, config, blocks = subject.model, selection.config, selection.structure.blocks
     onloaded = model_device(model).type != "meta" and offloaded is None
@@ -99,7 +99,7 @@ def build_spec(
 def _footprint(
     model: nn.Module, selection: Selection, data: CalibrationData, forward: Forward | None, required: bool
 ) -> tuple[ModelFootprint, list[str]]:
-    """The footprint of the largest batch, with a note where it has the hidden states alone."""
+    """The footprint of the largest batch, and a note if it consists of the hidden states alone."""
     largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
     trains = selection.config.recover is not None
     try:
@@ -141,7 +141,7 @@ def is_given(calibration: Any) -> bool:
 
 
 def example_batches(subject: Subject, selection: Selection, calibration: Any) -> list[Batch]:
-    """The batches of a run: those given, or random ones of their size."""
+    """The batches of a run: the given ones, or random ones of the same size."""
     config, model = selection.config, subject.model
     if is_given(calibration):
         options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}

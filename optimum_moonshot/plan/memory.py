@@ -122,8 +122,8 @@ def count_passes(trace: MemoryTrace, phase: str, solves: bool = True, whole: boo
 
 
 def _count_caches(trace: MemoryTrace, phase: str, blocks: Sequence[Block]) -> dict[str, list[Allocation]]:
-    """The caches by the block that frees them, "" for the end: backward the inputs of every block and the last output's
-    gradient, forward the inputs of the first.
+    """Count the caches, and return them by the block after which they are freed, "" for the end of the phase. Backward,
+    these are the inputs of every block and the last output's gradient; forward, the inputs of the first block.
     """
     run, hidden = trace.run, trace.run.footprint.hidden
     caches: dict[str, list[Allocation]] = {}
@@ -140,13 +140,13 @@ def _count_caches(trace: MemoryTrace, phase: str, blocks: Sequence[Block]) -> di
 
 
 def _count_block(trace: MemoryTrace, phase: str, block: Block, solves: bool, whole: bool) -> Visit:
-    """All passes at a block, and the solver of its layers."""
+    """Count all passes at a block, and the solver of its layers."""
     spec, layers = trace.run.statistics, block.layers
     parts = [Part(layers, (0,) * len(layers))] if whole else partition(layers, spec, trace.run.storage.available())
     for part in parts:
         _count_part(trace, phase, block, part, solves)
     last = parts[-1]
-    # These do not feed the next block themselves: that takes one more pass.
+    # Passes of slices or experts do not produce the input of the next block: one more pass does.
     advance = bool(last.slices) or (not spec.keeps_routing and any(layer.separate for layer in last.layers))
     return Visit(block, parts, sum(passes_of(trace.run, part) for part in parts) + advance)
 
@@ -159,7 +159,7 @@ def passes_of(run: RunSpec, part: Part) -> int:
 
 
 def _count_part(trace: MemoryTrace, phase: str, block: Block, part: Part, solves: bool) -> None:
-    """One pass, of slices the first, since all are alike; and the solver of the layers."""
+    """Count one pass (of slices the first, since all are alike) and the solver of the layers."""
     run, spec = trace.run, trace.run.statistics
     footprint = run.footprint.blocks.get(block.name)
     activations = run.footprint.whole if footprint is None else footprint.observed
@@ -243,7 +243,7 @@ class GramMatrices(StatisticsSpec):
 
 
 def _rotation(trace: MemoryTrace, model: nn.Module) -> Phase:
-    """A pass, with an inverse for each group of layers that share their inputs, and the learning of the rotation.
+    """Count a pass, with an inverse for each group of layers that share their inputs, and the learning of the rotation.
 
     The dense weights are copied to host memory. Rotated weights of offloaded blocks stay beside the original ones until
     the run ends.
@@ -273,7 +273,7 @@ def _rotation(trace: MemoryTrace, model: nn.Module) -> Phase:
 
 
 def _allocation(trace: MemoryTrace) -> Phase:
-    """A pass of some samples, and eight solutions of some rows of every matrix."""
+    """Count a pass of some samples, and the trial solutions of some rows of every matrix."""
     selection, batch, count = trace.run.selection, trace.run.batch, sampled_count(trace.run.samples)
     sizes = tuple(min(batch, count - first) for first in range(0, count, batch))
     dense_model = selection.of_the_dense_model(lam=0.0)
@@ -289,7 +289,7 @@ def _allocation(trace: MemoryTrace) -> Phase:
 
 
 def _recovery(trace: MemoryTrace) -> None:
-    """Two streams of hidden states, and one block in training at a time."""
+    """Count two streams of hidden states, and one block in training at a time."""
     run, config = trace.run, trace.run.selection.config
     samples = min(part_size(run.samples), run.batch)
     per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
@@ -314,7 +314,7 @@ def _trained_beside(run: RunSpec, block: Block) -> list[nn.Parameter]:
 
 
 def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
-    """The teacher's hidden states, and a copy of the model with its optimizer; False where they do not fit."""
+    """Count the teacher's hidden states, and a copy of the model with its optimizer; False if they do not fit."""
     run, config = trace.run, trace.run.selection.config
     size = TrainingBytes.of(model, config.bits is not None or config.has_budget)
     placement = Placement.within(size, run.storage)
@@ -333,7 +333,7 @@ def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
 
 
 def _writing(trace: MemoryTrace) -> None:
-    """The dense weights move to host memory while the pruned ones replace them."""
+    """Count the dense weights, which are moved to host memory while pruned ones replace them."""
     sizes = list(map(weight_bytes, trace.run.selection.layers))
     for block in (block for sequence in trace.run.sequential for block in sequence.blocks):
         sizes += [parameter.nbytes for parameter in _trained_beside(trace.run, block)]
@@ -345,7 +345,7 @@ def _writing(trace: MemoryTrace) -> None:
 
 
 def _saving(trace: MemoryTrace, model: nn.Module) -> None:
-    """A model in host memory is saved in place; from a GPU or offloaded, the tensors of a file are copied first."""
+    """Count the copied tensors of a file; a resident model in host memory is saved without copies."""
     offloaded = trace.run.offloaded
     if offloaded is not None:
         trace.add("weights of a file", HOST, min(module_bytes(model), max(STREAMED_BYTES, offloaded.largest)))

@@ -21,18 +21,18 @@ from .memory import WHOLE, Phase, Visit, passes_of
 from .solver import clock
 from .spec import RunSpec
 
-# A batch passes in a trial if that is expected to take at most so many seconds, or this fraction of the run.
+# A larger trial is expected to take at most so many seconds, or this fraction of the run if that is more.
 TRIAL_SECONDS, TRIAL_FRACTION = 3.0, 0.02
 FIRST_TOKENS = 64  # of the first trial
 ALL_TOKEN_EXPERTS = 4  # experts of a layer that get all tokens in a trial
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one sample."""
+    """Seconds per sample."""
 
     capture: float  # of the forward pass that fills the caches, with gradients also of the head's backward pass
     blocks: dict[str, float]  # of all passes at a block, by its name
-    forward: float  # of one pass of the blocks that observes nothing
+    forward: float  # of one pass of the blocks without hooks
 
     @property
     def total(self) -> float:
@@ -41,7 +41,7 @@ class PassSeconds(NamedTuple):
 
 
 def pass_seconds(subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[BlockSequence]) -> PassSeconds:
-    """Seconds of one sample of a batch in the passes of a phase."""
+    """Measure the seconds per sample in the passes of a phase."""
     trial, size, taken, expected = PassSeconds(0.0, {}, 0.0), 0, 0.0, 0.0
     for part in (shorten(batch, tokens=FIRST_TOKENS), take(batch, 0, 1), batch):
         grown = _elements(part) / size if size else 0
@@ -63,7 +63,7 @@ def _elements(batch: Batch) -> int:
 def _trial(subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[BlockSequence]) -> PassSeconds:
     """Seconds of a batch: one block of each kind is measured."""
     run, capture = phase.run, 0.0
-    measured: dict[Any, tuple[float, float]] = {}  # seconds of one of a kind's passes, and of one without hooks
+    measured: dict[Any, tuple[float, float]] = {}  # kind → seconds of a pass, and of one without hooks
     visits = {visit.block.layers[0].name: visit for visit in phase.visits}
     for stages, blocks in _walks(subject, phase, batch, sequences):
         missing = {kind_of(block) for block in blocks if block.layers} - measured.keys()
@@ -107,7 +107,7 @@ def _captured(walk: Walk) -> Iterator[Stage]:
 
 
 def _visit_seconds(run: RunSpec, stage: Stage, visit: Visit, count: int) -> tuple[float, float]:
-    """Seconds of a batch of `count` samples in a pass at a block, on average, and in one that observes nothing."""
+    """Mean seconds of a batch of `count` samples in a pass at a block, and in a pass without hooks."""
     forward, seconds, spec = _observed(run, stage, (), count), 0.0, run.statistics
     for part in visit.parts:
         layers, plans = part.layers, {layer.name: spec.plan(layer) for layer in part.layers}
@@ -137,7 +137,7 @@ def _observed(
 ) -> float:
     """Seconds of a batch of `count` samples under the hooks of some layers; with `plans` as in a pass of the run.
 
-    The batch passes twice: the first time it waits for the memory of the statistics.
+    The second of two passes is timed: the first one allocates the memory of the statistics.
     """
     plans, spec = plans or {}, run.statistics
     with_gradients = {layer.name for layer in layers if layer.name in plans and spec.needs_gradients(layer)}

@@ -102,7 +102,7 @@ def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
 def _block_plans(
     trace: MemoryTrace, visits: list[Visit], places: Sequence[str], seconds: Seconds | None
 ) -> Iterator[BlockPlan]:
-    """In the model's order of blocks; the layers outside of all sequences are last."""
+    """The plans of the blocks in the model's order; layers outside of all sequences are last."""
     order = {block.name: index for index, block in enumerate(trace.run.selection.structure.blocks)}
     for block, parts, passes in sorted(visits, key=lambda visit: order.get(visit.block.name, len(order))):
         names = {block.name, *(layer.name for layer in block.layers)}
@@ -121,7 +121,7 @@ def _block_plans(
 
 
 def _model_overflows(model: nn.Module, run: RunSpec, machine: MachineMemory) -> Iterator[Overflow]:
-    """Whether the model itself exceeds the memory of another machine; this machine's has it already."""
+    """The overflows of the model itself, on another machine; on this machine it is in memory already."""
     on_cpu, offloaded = run.device.type == "cpu", run.offloaded
     size = module_bytes(model) - (offloaded.total if offloaded else 0)
     limit = machine.host if machine.device is None and on_cpu else machine.device

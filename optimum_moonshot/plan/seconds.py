@@ -1,4 +1,4 @@
-"""Seconds of a run: those measured of its passes and its solver, times the numbers of samples, blocks and steps."""
+"""The seconds of a run: measured seconds of passes and solver, times the numbers of samples, blocks and steps."""
 
 import dataclasses
 import time
@@ -40,7 +40,7 @@ class Seconds:
 
 
 def measure(subject: Subject, phases: Sequence[Phase], batch: Batch, ready: float) -> Seconds:
-    """Run the trials, after `ready` seconds of the plan; the model and the random state stay as they are."""
+    """Run the trials; `ready` are the seconds of the plan so far. The model and the random state are unchanged."""
     random, run = torch.random.get_rng_state(), phases[-1].run
     config = run.selection.config
     try:
@@ -74,7 +74,7 @@ def measure(subject: Subject, phases: Sequence[Phase], batch: Batch, ready: floa
 def _first_blocks(subject: Subject, run: RunSpec, batch: Batch) -> Iterator[tuple[Sequence[BlockSequence], float]]:
     """The sequences of blocks that trials pass, and the seconds to read all offloaded blocks.
 
-    Of offloaded blocks these are the first of each kind, which are onloaded meanwhile; the others return their input.
+    Of offloaded blocks, the first of each kind are onloaded and the others return their input.
     """
     if run.offloaded is None:
         yield run.sequential, 0.0
@@ -103,7 +103,7 @@ def _recovery_samples(run: RunSpec) -> float:
     """Samples that pass all blocks in a recovery; a backward pass takes as long as two forward passes."""
     config, heldout = run.selection.config, run.samples * EVALUATIONS / HELDOUT_SHARE
     samples = 3 * config.recovery_steps * STEP_SAMPLES + 2 * run.samples + heldout
-    return 2 * samples if config.recover == "distill" else samples  # by the teacher too
+    return 2 * samples if config.recover == "distill" else samples  # the teacher runs too
 
 
 def rotation_products(selection: Selection) -> float:

@@ -80,7 +80,7 @@ def _by_layer(
 
 
 def matrix_seconds(solve: Callable[[ProblemSize], float], size: ProblemSize) -> float:
-    """Seconds of a matrix, by trials of `solve` with some of its rows."""
+    """Seconds to solve a matrix, extrapolated from trials of `solve` with some rows."""
     floats = numbers_per_row(size.inputs, size.samples, size.size if size.compressed else None)
     most = min(size.rows, max(1, TRIAL_BYTES // (4 * max(1, floats))))
     rows, before = min(most, FIRST_ROWS), (0, 0.0)
@@ -102,7 +102,7 @@ def _solve(solver: Solver, patterns: tuple[Pattern, ...], size: ProblemSize) -> 
     """Seconds to solve a random matrix by one pattern and to measure its losses."""
     weight, statistics = random_problem(size, solver.objective.diagonal_only)
     started = clock(size.device)
-    with suppress(FactorizationError):  # after most of the time
+    with suppress(FactorizationError):  # raised after most of the time
         objective = statistics.objective(weight, size.lam, size.column_block)
         result = on_grid(solver, objective, solver.solve(objective, patterns[0]), patterns[0])
         weight_losses(objective, result.weight, result.keep, weight.dtype)

@@ -118,7 +118,7 @@ class RunSpec:
         return layer.groups if is_under_calibrated(tokens, layer.shape[1]) else 0
 
     def logits_bytes(self) -> int:
-        """A batch's logits with their gradient, and three float32 copies of one sample's."""
+        """Bytes of a batch's logits with their gradient, and of three float32 copies of one sample's logits."""
         sample = (self.tokens or 0) * self.vocabulary
         return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
 
@@ -130,7 +130,7 @@ class RunSpec:
         return min(RETAINED_BYTES, max(*passes, logits)) if self.device.type == "cpu" else 0
 
     def problem_size(self, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
-        """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
+        """The size of a layer's problem, or of one expert's; `rows` is the size of a slice of rows, 0 for all."""
         lam, pattern = self.selection.lam_of(layer), pattern_of(self.selection, layer)
         return ProblemSize(
             rows=rows or layer.shape[0] // (layer.groups if layer.separate else 1),

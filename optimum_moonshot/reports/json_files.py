@@ -51,7 +51,7 @@ class JsonFields:
     """A dataclass that is written as JSON, and read from it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert it to JSON types; `from_dict` is the inverse."""
+        """Convert the fields to JSON types; `from_dict` is the inverse."""
         return dataclasses.asdict(cast(Any, self))
 
     @classmethod

@@ -87,11 +87,11 @@ LONGEST = 60  # characters of a label
 
 
 def plain(text: str) -> str:
-    """Any text, shortened, that is drawn literally: a dollar starts a formula, lone surrogates have no glyph."""
+    """Shorten and escape text, to draw it literally: a dollar starts a formula, lone surrogates have no glyph."""
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
 
 
 def drawable(value: float | None) -> float:
-    """The value, or NaN, which is not drawn, for one at which axes would overflow."""
+    """The value; NaN, which is not drawn, for None and for values that would overflow the axes."""
     return value if value is not None and abs(value) < 1e100 else math.nan

@@ -157,7 +157,7 @@ class _Compaction(TypedDict):
 
 @dataclasses.dataclass(repr=False)
 class PruneReport:
-    """The whole run, in the model's order of layers."""
+    """The report of a run, with the layers in the model's order."""
 
     config: dict[str, Any]
     layers: list[LayerReport]

@@ -9,7 +9,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int
     """Format a table in lines of at most `width` characters, without rules.
 
     The widest columns become narrower until the table fits: their cells wrap at spaces, and longer words are broken in
-    the first column, truncated in others. The first column and those with headers in `left` are left-aligned.
+    the first column, truncated in others. The first column and the columns in `left` are left-aligned.
     """
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 1:

@@ -1,1 +1,1 @@
-"""Layers that multiply by packed or 2:4 weights, and the selection between them."""
+"""Layers whose weights stay packed in memory."""

@@ -21,7 +21,7 @@ def lookup_obstacle(embedding: nn.Embedding) -> str | None:
 class PackedEmbedding(PackedModule):
     """An Embedding, perhaps of a derived class such as a scaled one, whose weight stays packed in memory.
 
-    `parts` may be empty tensors to load into; `owner` has the tensors of a tied one. A derived class computes its
+    `parts` may be empty tensors to load into; with a tied weight, `owner` has the tensors. A derived class computes its
     output from the rows that are looked up: it is called with these as its weight.
     """
 

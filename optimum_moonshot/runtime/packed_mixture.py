@@ -1,7 +1,7 @@
 """The experts of a layer, whose fused weights stay packed in memory.
 
-The module computes the same as transformers' implementations of experts ("grouped_mm", "batched_mm", "eager"), with the
-same flags and functions of the module that it replaces: `has_gate`, `has_bias`, `is_transposed`, `_apply_gate`. All
+The module computes the same as transformers' implementations of experts ("grouped_mm", "batched_mm", "eager"), with
+the flags and functions of the module that it replaces: `has_gate`, `has_bias`, `is_transposed`, `_apply_gate`. All
 tokens of an expert are multiplied at once, and all experts in one call of the codec.
 """
 
@@ -84,7 +84,7 @@ class PackedMixture(PackedModule):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H] → [T, H], by the indices and the weights of every token's experts, [T, k].
 
-        An index of E or more is of an expert in another process.
+        An index of E or more belongs to an expert in another process.
         """
         return apply_routed(self._experts, hidden_states, top_k_index, top_k_weights, self.experts)
 
@@ -110,7 +110,7 @@ class PackedMixture(PackedModule):
         device, dtype = inputs.device.type, self.dtype_of(weight)
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
             return codec.grouped(inputs, counts, parts, shape, plan)
-        with torch.autocast(device, enabled=False):  # as a `PackedLinear`
+        with torch.autocast(device, enabled=False):  # like `PackedLinear.forward`
             return codec.grouped(inputs.to(dtype), counts, parts, shape, plan)
 
     def extra_repr(self) -> str:
@@ -124,8 +124,8 @@ def apply_routed(compute: Experts, hidden: Tensor, index: Tensor, weights: Tenso
         compute: the outputs [S, H] of the experts, from the inputs [S, H] of one expert after another, the number of
             inputs of each expert (int64 [E]), and the expert of each input, int64 [S], at most E − 1.
         hidden: the tokens [T, H].
-        index: the experts of every token [T, k]; an index of E or more is of an expert in another process.
-        weights: their weights [T, k].
+        index: the experts of every token [T, k]; an index of E or more belongs to an expert in another process.
+        weights: the weights of these experts [T, k].
         count: E, the number of experts.
     """
     experts, order = index.flatten().long().sort()

@@ -28,7 +28,7 @@ def packed_parts(module: nn.Module, codec: Codec, weight: str = "weight") -> dic
 
 
 def is_intercepted() -> bool:
-    """Whether something sees the calls of torch's operators: a tracer, a dispatch mode, or a transform such as vmap."""
+    """Whether a tracer, a dispatch mode, or a transform such as vmap intercepts the calls of torch's operators."""
     return (
         torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -117,7 +117,7 @@ class PackedModule(nn.Module):
 
     @staticmethod
     def initialized(weight: Tensor) -> Tensor:
-        """The weight with the mark of transformers: no model initializes it after loading, with random numbers."""
+        """Mark a weight as loaded, so that transformers does not initialize it with random numbers; return it."""
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
 
@@ -128,13 +128,13 @@ class PackedModule(nn.Module):
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the same weights, dense."""
+        """Bytes of the same weights when dense."""
         return sum(
             matrix.shape[0] * matrix.shape[1] * self.dtype_of(weight).itemsize for weight, matrix in self.owned.items()
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}  # with addresses of this process
+        return {**self.__dict__, "_plans": {}}  # plans contain addresses of this process
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PackedModule":
         self._plans.clear()
@@ -191,7 +191,7 @@ def pack_if_smaller(matrix: Tensor, grids: Sequence[Grid] = ()) -> Packed | None
 
 
 def _with_smaller_groups(grids: Sequence[Grid], dtype: torch.dtype) -> Iterator[Grid]:
-    """The grids with their own groups, and with smaller ones that divide these, large ones first."""
+    """Every grid with its own groups, then with smaller groups that divide them, largest first."""
     for grid in grids:
         for group in range(grid.group, 0, -BLOCK):
             if grid.group % group == 0:

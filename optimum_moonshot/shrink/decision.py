@@ -41,7 +41,7 @@ class Tables:
     parameters: Costs
     bytes: Costs
     seconds: Costs | None = None  # for a target in seconds
-    merging: Merging | None = None  # into the blocks before removed ones; None if the hidden size was reduced
+    merging: Merging | None = None  # of removed blocks; None for the tables of a model that was narrowed since
 
     def program(self, costs: Costs) -> Program:
         return build_program(costs, self.widths, self.losses, self.sets)
