@@ -130,7 +130,7 @@ class Export:
 
 
 def _weights(model: nn.Module, shapes: Shapes, grids: Mapping[str, Grid]) -> dict[str, _Weight]:
-    """All weights of layers in the files, by name, except those of embeddings."""
+    """All weights of layers in the files, by name, except embeddings."""
     names, merged, modules = parameter_names(model, shapes), merged_weights(model, shapes), dict(model.named_modules())
     experts = {f"{name}.{key}" for name, module in modules.items() for key in expert_parameters(module)}
     weights = {}

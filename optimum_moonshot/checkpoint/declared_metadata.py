@@ -152,7 +152,7 @@ class WeightLocations:
     embeddings: Mapping[str, Grid] = field(default_factory=dict)  # name in the files of word embeddings → their grid
 
     def together(self, weights: list[str]) -> Iterator[tuple[tuple[str, ...], Conversion | None]]:
-        """The stored weights, each alone or with those that transformers converts together with it."""
+        """The stored weights, each alone or with the weights that transformers converts together with it."""
         converted = {weight for conversion in self.converted for weight, _ in conversion.sources}
         yield from (((weight,), None) for weight in weights if weight not in converted)
         for conversion in self.converted:

@@ -142,7 +142,7 @@ def _check_request(
 
 
 def _find_converter(converter: str | os.PathLike[str] | None) -> str:
-    """The absolute path of the converter: the given one, that of the environment variable, or the one on the PATH."""
+    """The absolute path of the converter: the given one, the environment variable's, or the one on the PATH."""
     variable = os.environ.get(CONVERTER_VARIABLE)
     script = os.fspath(converter) if converter is not None else variable or shutil.which(CONVERTER)
     if script is None or not os.path.isfile(script):

@@ -82,7 +82,7 @@ def set_runtime(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
 class PackedQuantizer(HfQuantizer):
     """The `hf_quantizer` of a model with packed layers; the weights are constant, adapters beside them can be trained.
 
-    Without adapters, a Trainer refuses the model.
+    Without adapters, a Trainer raises an error for the model.
     """
 
     def attach(self, model: Any) -> None:
@@ -211,7 +211,7 @@ def _dense_shapes(model: nn.Module) -> Iterator[None]:
 
 
 def _packed_layers(model: nn.Module) -> dict[str, PackedModule]:
-    """The packed modules by name, first those that own their tensors."""
+    """The packed modules by name; modules that own their tensors come first."""
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
     return dict(sorted(packed.items(), key=lambda item: item[1].owner is not item[1]))
 

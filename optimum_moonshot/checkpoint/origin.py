@@ -72,7 +72,7 @@ class Origin:
 
     notes: tuple[str, ...] = ()  # for the report of a run
     unloaded: dict[Path, list[str]] = field(default_factory=dict)  # file → weights that transformers does not load
-    whole: bool = True  # whether the class is that of config.json
+    whole: bool = True  # whether config.json names the model's class
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the loaded weights, if some are not
 
     def to_copy(self, model: nn.Module, report: SavedReport, variant: str | None = None) -> dict[Path, list[str]]:

@@ -106,7 +106,7 @@ def load_meta(name_or_config: Any, offload: str | None, dtype: Any = None, **opt
 def offload_map(config: Any, place: str, device: Any) -> dict[str, Any]:
     """The `device_map` of `from_pretrained` for blocks that are offloaded to a place, "disk" or "cpu".
 
-    `device`, by default the first GPU or the CPU, is that of onloaded blocks and all other weights.
+    `device`, by default the first GPU or the CPU, is for onloaded blocks and all other weights.
     """
     check_choice("offload", place, PLACES)
     device = str(default_device()) if device is None else device

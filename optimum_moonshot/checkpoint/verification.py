@@ -68,9 +68,9 @@ class Verification:
     layers: tuple[LayerFinding, ...]
     sparsity: float | None  # zeros among the weights of the pruned layers that can be read
     model_sparsity: float | None  # zeros among all weights in the files; None where some cannot be read
-    parameters: int | None  # all weights in the files; likewise
+    parameters: int | None  # all weights in the files; None where some cannot be read
     bits_per_weight: float | None  # stored bits of the pruned layers per weight; None if another tool quantized them
-    model_bits_per_weight: float | None  # of all weights in the files; likewise
+    model_bits_per_weight: float | None  # of all weights in the files; None likewise
     declared: tuple[str, ...]  # the metadata of each file
     mismatches: tuple[str, ...]  # differences from it, and damage
     notes: tuple[str, ...]  # other differences from the files as they were written

@@ -136,7 +136,7 @@ class Checkpoint:
 
     @property
     def quant_method(self) -> str | None:
-        """The `quant_method` in config.json: `METHOD`, or that of another tool; None without quantization_config."""
+        """The `quant_method` in config.json: `METHOD`, or another tool's; None without quantization_config."""
         quantization = self.config.get("quantization_config")
         return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else None
 

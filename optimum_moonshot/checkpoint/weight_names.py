@@ -26,7 +26,7 @@ class Target(NamedTuple):
     weight: str  # the parameter; the first of several
     pattern: str | None  # of the weights that are merged, such as all experts' `w1`; None: it is only renamed
     converter: Any  # transformers' `WeightConverter`, where it is merged or split
-    fused: bool = False  # whether the converter only merges weights into one fused parameter, such as those of experts
+    fused: bool = False  # whether the converter only merges weights into one fused parameter, such as experts
 
     def converted(self, stored: Iterable[tuple[str | None, Tensor]], model: Any) -> dict[str, Tensor]:
         """The parameters that the converter makes of stored weights, by their names.
@@ -113,7 +113,7 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def merged_weights(model: nn.Module, stored: Iterable[str]) -> dict[str, Target]:
-    """The stored weights that transformers merges into one fused parameter, such as those of single experts."""
+    """The stored weights that transformers merges into one fused parameter, such as the weights of single experts."""
     return {name: target for name, target in _targets(model, stored) if target.fused}
 
 

@@ -202,7 +202,7 @@ def _check_windows(args: argparse.Namespace, option: str, reference: Any, model:
 
 
 def _tasks(args: argparse.Namespace, references: "tuple[EvalReport | None, ...]") -> Any:
-    """Find the zero-shot tasks, and check that they exist and are comparable with those of the references."""
+    """Find the zero-shot tasks, and check that they exist and are comparable with the references' tasks."""
     if not args.tasks:
         return None
     from ..evaluation.zeroshot import find_tasks

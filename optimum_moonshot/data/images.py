@@ -305,7 +305,7 @@ def load_image_text(
 ) -> CalibrationData:
     """Exactly `num_samples` random rows as model inputs from the model's `processor`, one sample per batch.
 
-    Rows of more than `sequence_length` tokens, including those of images, are skipped; None is the model's maximum,
+    Rows of more than `sequence_length` tokens, including image tokens, are skipped; None is the model's maximum,
     `max_positions`, which is None if there is no limit.
 
     Raises:

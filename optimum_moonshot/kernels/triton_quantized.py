@@ -121,7 +121,7 @@ def _tile(
     weight = tl.reshape(code.to(tl.float32) * step[:, :, None], (ROWS, 64 * BLOCKS))
     if EMULATED:
         bits = weight.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even, as a GPU rounds
         weight = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return weight.to(scale.dtype.element_ty), base
 

@@ -104,7 +104,7 @@ def _footprint(
     trains = selection.config.recover is not None
     try:
         return model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward), []
-    except Exception as error:  # a model may read the value of any tensor
+    except Exception as error:  # a model may depend on the value of any tensor
         note = "activations are not in the figures, since the model cannot run on tensors without memory"
         note = f"{note} ({reason(error)[:200]})"
         if required:

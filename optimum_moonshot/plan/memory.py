@@ -1,6 +1,6 @@
 """A dry run, which counts bytes instead of allocating them, phase by phase in the order of the run.
 
-The partition of the layers and the form of their statistics are those of the run (`pipeline/`).
+The partition of the layers and the form of their statistics are computed as in the run (`pipeline/`).
 """
 
 import dataclasses

@@ -49,7 +49,7 @@ def make_plan(
         offload: "cpu" or "disk", where the blocks of a model without weights would be offloaded to.
 
     Raises:
-        MoonshotError: the model or the data cannot be pruned in this way, or not be planned.
+        MoonshotError: the run is not possible with the model or the data, or cannot be planned.
     """
     message = "it has no plan; its statistics are a few numbers"
     require(config.pattern != Experts.kind, message, field="pattern", value=Experts.kind)

@@ -64,7 +64,7 @@ class LayerReport(JsonFields):
     loss_masked: float | None = None
     damping: Amount = 0.0
     seconds: Amount = 0.0  # in the solver
-    peak_memory: Count = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
+    peak_memory: Count = 0  # bytes: on a GPU the peak for this layer, on a CPU the process's so far
     notes: tuple[str, ...] = ()
     target_sparsity: Fraction | None = None  # of the layer's pattern
     zeros_before: Count = 0  # zeros of the weight before the run, which all remain

@@ -91,7 +91,7 @@ class BlockScores:
             Ascending indices.
 
         Raises:
-            MoonshotError: so many blocks cannot be removed.
+            MoonshotError: `count` blocks cannot be removed.
         """
         most = len(self.names) - max(1, len(stay))
         require(1 <= count <= most, f"1 to {most} blocks of the model can be removed", field="count", value=count)

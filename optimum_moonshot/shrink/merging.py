@@ -5,13 +5,13 @@ Many blocks end with a layer whose output they add to the residual stream. The s
     h_a = y + s·(W z + b)
 
 with the inputs z of that layer, and s = 1 for most architectures. Without the blocks a+1 … j of a run, the following
-block reads h_a in place of h_j. The change of the stream is added to the layer, as far as it is linear in z:
+block has the input h_a in place of h_j. The change of the stream is added to the layer, as far as it is linear in z:
 
     Δ, c = argmin Σ_t ‖Δ z_t + c − (h_j − h_a)_t / s‖² + ρ ‖Δ‖²,    W ← W + Δ,    b ← b + c
 
 over the calibration tokens, with c = 0 for a layer without a bias. ReplaceMe (Shopkhoev et al., arXiv 2505.02819) fits
 a map T of the layer's output, W ← T W; the inputs are 2 to 4 times as many as the outputs, and Δ is any matrix. With
-Δ = 0 the run is deleted, so that the error of the stream is never above that of deletion.
+Δ = 0 the run is deleted, so the error of the stream never exceeds the error by deletion.
 
 ρ = tr(Σ z zᵀ) / tokens: as if the data had another token for each input, of mean energy, without a change. So the fit
 is close to deletion if tokens are few. docs/shrink.md compares it with other ridges.
@@ -103,7 +103,7 @@ def find_output_layers(model: nn.Module, blocks: Sequence[Block], inputs: Batch)
 
 def _output_layer(block: Block, layers: Sequence[LinearLayer], call: Arguments, received: Tensor) -> OutputLayer | None:
     """The output layer of a block, one of `layers`; None unless the next block `received` the block's output."""
-    # In float32, since in bfloat16 a change of the block's MLP beside that of its attention would pass for rounding.
+    # In float32, since in bfloat16 a change of the MLP beside a change of the attention would pass for rounding.
     arguments = call[0], without_caches(call[1])
     args, kwargs = tree_map_only(
         Tensor, lambda x: x.float() if x.dtype.itemsize == 2 and x.is_floating_point() else x, arguments
@@ -222,7 +222,7 @@ class _Observer:
 
 
 class Merging:
-    """The runs of blocks of a model that can be merged, with the updated layers of those that are fitted.
+    """The runs of blocks of a model that can be merged, with the updated layers of the fitted runs.
 
     Args:
         prepared: the dense model, and the data of the fit.
@@ -352,7 +352,7 @@ def best_sets(losses: dict[Run, float], most: int) -> dict[int, tuple[int, ...]]
         most: the largest number of blocks.
 
     Returns:
-        Ascending indices of 1 to `most` blocks, as far as so many can be removed.
+        Ascending indices of 1 to `most` blocks, for every number that can be removed.
     """
     end = 1 + max((last for _, last in losses), default=-1)
     # For the blocks from `first` on: number of removed blocks → the least loss, and the removed blocks.

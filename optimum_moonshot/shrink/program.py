@@ -115,7 +115,7 @@ class Program:
 
     @cached_property
     def _structure(self) -> tuple[csr_array, NDArray[np.float64]]:
-        """The equations between the variables: matrix and right-hand side."""
+        """The equations Σ x[ones] − x[minus] = right of the variables: matrix and right-hand side; -1: no x[minus]."""
         counts = [len(dimension.removed) for dimension in self.dimensions]
         starts = np.concatenate([[0], np.cumsum(counts)])
         total = int(starts[-1]) + sum(counts[i] * counts[j] for i, j in self._keys)

@@ -56,7 +56,7 @@ class Shrinking:
         return model
 
     def smaller(self, model: PreTrainedModel, blocks: tuple[int, ...], merged: tuple[int, ...]) -> Subject:
-        """A copy of the model without some blocks, as the subject of a run whose recovery reproduces the dense one."""
+        """A copy of the model without some blocks, as the subject of a run that recovers the dense model's outputs."""
         teacher = self.subject.teacher or DenseTeacher(self.model)
         teacher = dataclasses.replace(teacher, removed=blocks, merged=merged)
         return dataclasses.replace(self.subject, model=model, teacher=teacher)

@@ -168,7 +168,7 @@ def find_stream(model: PreTrainedModel, inputs: Batch | None = None, lam: float 
     Args:
         model: unchanged, on one device.
         inputs: for the probes, in place of random tokens or pixels.
-        lam: λ, the exponent of the variance against that of the Fisher loss; 1 needs no backward pass.
+        lam: λ, the exponent of the variance; 1 − λ is the exponent of the Fisher loss. λ = 1 needs no backward pass.
 
     Returns:
         The stream, without statistics.

@@ -30,11 +30,11 @@ PER_LAYER = re.compile(r"(^|\.)vocab_size_per_layer_input$")
 
 
 def check_tokens_removable(model: Any) -> None:
-    """Check that rows of a model's embeddings can be removed, as far as its configuration tells.
+    """Check that rows of a model's embeddings can be removed, by its configuration.
 
     Raises:
-        MoonshotError: another type of model, offloaded weights, other inputs than text, or embeddings of tokens that
-            are not those of its input.
+        MoonshotError: another type of model, offloaded weights, other inputs than text, pruned embeddings, or
+            embeddings of tokens in every block.
     """
     name = type(model).__name__
     require(isinstance(model, PreTrainedModel), f"model is a {name}", hint="pass a PreTrainedModel")

@@ -121,7 +121,7 @@ class Trials:
         search, refusals = self._search, dict[tuple[int, ...], str | None]()
 
         def allowed(blocks: tuple[int, ...]) -> bool:
-            # Blocks of one kind differ in their index alone: the configuration without the chosen set tells.
+            # Only with several kinds of blocks does the configuration depend on the chosen set.
             if blocks not in refusals:
                 refusals[blocks] = search.refusal(blocks) if len(search.kinds) > 1 else None
             return refusals[blocks] is None

@@ -23,7 +23,7 @@ from .tokens import Tokens, token_ids, vocabulary_files
 
 # Text is tokenized in pieces of this many characters, or of a 20th of a short text, which end with a line.
 PIECE, PIECES = 10_000, 20
-HELD_OUT = 10  # one piece of so many is not counted, and measures the cost of other text
+HELD_OUT = 10  # one piece of 10 is not counted, and shows the cost of other text
 # A conversation shows the words that a chat template writes; others are in the template itself, between quotes.
 CONVERSATION = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 
