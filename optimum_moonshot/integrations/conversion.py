@@ -1,9 +1,9 @@
 """Unpacking of packed weights while a loader reads them: conversions for transformers, and a stream for vLLM.
 
-Files of mixtures on the Hub have one weight per expert, and transformers' converters stack them to fused parameters,
-or rename them. Such a conversion matches the weight, but not its packed tensors, and some releases mistake one of these
-for the weight. So the tensors of a parameter are renamed to numbers, which no conversion matches; one converter
-unpacks them and then applies the model's own.
+Checkpoints of mixtures on the Hub have one weight per expert; transformers' converters stack the weights to fused
+parameters, or rename them. Such a converter matches the weight, but not its packed tensors, and some releases mistake a
+packed tensor for the weight. So the tensors of a parameter are renamed to numbers, which match no converter of the
+model; one converter unpacks the tensors, then applies the model's own converter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ class _Unpack(ConversionOps):
 class Unpacking(WeightConverter):
     """Unpacks every packed weight, except in modules that stay `packed` in memory.
 
-    `layers` and `dtypes` are by the names in the model, whose last part is `last`: "weight", or that of a parameter of
-    fused experts. Most releases of transformers do not cast the weights of a quantizer.
+    The names in `layers` and `dtypes` are names in the model that end with `last`: "weight", or a parameter of fused
+    experts. Weights are cast here, because most releases of transformers do not cast the weights of a quantizer.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Unpacking(WeightConverter):
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """The stored weights of all parameters with a conversion of the model and a packed weight."""
+    """The stored weights of every parameter that the model's converters build from at least one packed weight."""
 
     layers: Layers  # the packed weights, by their names in the files
     parameters: Mapping[str, str]  # name in the files → parameter of the model, for all weights
     merged: Mapping[str, Target]  # merged weights, by their names in the files
     keys: Mapping[str, str]  # name of a tensor after transformers has renamed it → stored weight
-    stored: Mapping[str, Tensor]  # their tensors in the files, on the meta device
+    stored: Mapping[str, Tensor]  # name in the files → tensor of these weights, on the meta device
 
     @classmethod
     def find(cls, model: nn.Module, tensors: StoredTensors, fused: bool) -> "PackedExperts | None":
-        """Find them among the tensors of a packed checkpoint, for a model on the meta device; None if there are none.
+        """Find the packed experts in a checkpoint, for a model on the meta device; None if there are none.
 
-        With `fused`, also the packed weights of three dimensions without a conversion.
+        `fused` includes packed weights of three dimensions that no converter builds.
         """
         stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
@@ -90,7 +90,7 @@ class PackedExperts:
         return cls(layers, selected, merged, keys, stored) if layers else None
 
     def stacks(self, model: nn.Module) -> dict[str, "StoredWeight"]:
-        """The fused weights of experts, by their names in the model."""
+        """Return the fused weights of experts, by name in the model."""
         sources: dict[str, list[str]] = {}
         for name, parameter in self.parameters.items():
             sources.setdefault(parameter, []).append(name)
@@ -113,11 +113,11 @@ class PackedExperts:
         return StoredWeight(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
 
     def conversions(self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]) -> list[Any]:
-        """The conversions to add to the model's own.
+        """Return the conversions to add to the model's own.
 
         Args:
-            dtypes: of all loaded tensors, by their names in the model.
-            stacked: the `StoredWeight.target` of the parameters that stay packed.
+            dtypes: name in the model → dtype, for all loaded tensors.
+            stacked: parameter that stays packed → `StoredWeight.target`.
         """
         numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
         parameters = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
@@ -125,7 +125,7 @@ class PackedExperts:
         return [_Numbering(numbers), _Fusing(targets, _Fuse(self, dtypes, stacked))]
 
     def restore(self, model: Any) -> None:
-        """Restore the conversions of a loaded model, which saving reverses."""
+        """Restore the conversions of a loaded model, so that saving reverses them."""
         others = [entry for entry in model._weight_conversions if not isinstance(entry, _Numbering | _Fusing)]
         model._weight_conversions = conversions_of(model, self.parameters, others)
 
@@ -149,7 +149,7 @@ class _Fusing(WeightConverter):
         self.targets, self.fuse = targets, operation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
-        """transformers copies a converter for every tensor; the operation is shared."""
+        """Return a converter that shares the operation: transformers copies a converter for every tensor."""
         return _Fusing(self.targets, self.fuse)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
@@ -161,15 +161,15 @@ class _Fusing(WeightConverter):
 
 
 class StoredWeight(NamedTuple):
-    """The stored tensors of a packed weight, on the meta device; of a fused one, those of all experts."""
+    """The stored tensors of a packed weight, of all experts if it is fused, on the meta device."""
 
     layer: PackedLayer  # the weight in the model
-    empty: dict[str, Tensor]  # by suffix; those of a fused weight have no rows: their sizes depend on the files
+    empty: dict[str, Tensor]  # by suffix; without rows for a fused weight: the sizes depend on the files
     tensors: list[Tensor]  # all stored tensors
     obstacle: str | None = None  # the reason why it cannot be packed in memory, if any
 
     def empty_parts(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """Placeholders of the packed tensors, by their suffixes, on the weight's device, values in its dtype."""
+        """Return empty packed tensors by suffix, on the device of `weight`; floating-point tensors have its dtype."""
         return {
             suffix: torch.empty_like(
                 part, dtype=weight.dtype if part.is_floating_point() else part.dtype, device=weight.device
@@ -178,7 +178,7 @@ class StoredWeight(NamedTuple):
         }
 
     def target(self, name: str) -> str:
-        """The packed tensor of the weight with this name; transformers loads the tensors of the files in its dtype."""
+        """Return the name of a floating-point packed tensor; transformers loads all packed tensors in its dtype."""
         names = self.layer.codec.names(name)
         return next(names[suffix] for suffix, part in self.empty.items() if part.is_floating_point())
 
@@ -191,14 +191,14 @@ class StoredWeight(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A packed matrix with its size."""
+    """A packed matrix with its shape."""
 
     parts: Parts
     shape: tuple[int, int]  # d_out, d_in
 
 
 class _Fuse(ConversionOps):
-    """Builds a parameter, or the packed stack of its matrices, from its tensors by their names in the files."""
+    """Builds a parameter, or the packed stack of its matrices, from its tensors by name in the files."""
 
     def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
         self.experts, self.dtypes = experts, dtypes
@@ -229,7 +229,7 @@ class _Fuse(ConversionOps):
     def _dense(
         self, dtype: torch.dtype, shape: Sequence[int], config: Any, order: list[str], tensors: Tensors
     ) -> Tensor:
-        """The parameter of a shape, by the model's own converter if it has one."""
+        """Return the dense parameter of a shape, through the model's own converter if there is one."""
         layers, merged = self.experts.layers, self.experts.merged
         weights: Tensors = {}
         for name in order:
@@ -244,9 +244,9 @@ class _Fuse(ConversionOps):
     def _packed(
         self, mixture: Any, key: str, dtype: torch.dtype, config: Any, order: list[str], tensors: Tensors
     ) -> Iterator[_Packed]:
-        """The packed matrices with the rows of all experts, in this order; at most one is dense at a time.
+        """Yield packed matrices with the rows of all experts, in order; at most one matrix is dense at a time.
 
-        Weights whose rows the model's converter does not preserve are all dense at once.
+        If the model's converter does not preserve rows, all weights of the parameter are dense at once.
         """
         layers, merged, transposed = self.experts.layers, self.experts.merged, mixture.is_transposed
         codec = next(layers[name].codec for name in order if name in layers)
@@ -270,7 +270,7 @@ class _Fuse(ConversionOps):
 
 
 def _blocks(rows: Tensor | None, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The stored matrices that are, one below another, the rows of a parameter; none if their rows are mixed."""
+    """Return the stored matrices that form the parameter when stacked by rows; none if their rows are mixed."""
     if rows is None or any(len(shape) != 2 for shape in shapes.values()):
         return []
     numbers = torch.arange(len(rows), device="cpu").split([shape[0] for shape in shapes.values()])
@@ -281,7 +281,7 @@ def _blocks(rows: Tensor | None, shapes: Mapping[str, tuple[int, ...]]) -> list[
 
 
 def _inside(rows: Tensor | None, shape: tuple[int, ...]) -> bool:
-    """Whether every expert has the rows of one stored expert of `shape`, in any order."""
+    """Whether every expert has the rows of one stored expert, in any order; `shape` is [E, rows, columns]."""
     owners = None if rows is None else rows.view(shape[:2]) // shape[1]
     return owners is not None and bool((owners == owners[:, :1]).all())
 
@@ -289,9 +289,9 @@ def _inside(rows: Tensor | None, shape: tuple[int, ...]) -> bool:
 def _repacked(
     name: str, layer: PackedLayer, tensors: Tensors, transposed: bool, rows: Tensor | None
 ) -> Iterator[_Packed]:
-    """The packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`.
+    """Yield the packed matrices of the experts in a packed fused weight, [E, out, in], or [E, in, out] if `transposed`.
 
-    `rows` has the number of the stored row for each row, if a converter moves rows within their expert.
+    If a converter moves rows within their expert, `rows` has the index of the stored row for every row.
     """
     codec, matrix, (experts, size, _) = layer.codec, layer.matrix, layer.shape
     parts = layer.checked(name, tensors)
@@ -318,9 +318,9 @@ def unpacked(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a dense checkpoint, each packed weight as soon as its last tensor is read.
 
-    The order of the tensors is arbitrary; their names are a prefix and the name in the files. `find_layers`, which
-    returns the packed weights by their names in the files, is called at the first tensor with the name of a packed one,
-    and never for checkpoints of other programs.
+    The order of the tensors is arbitrary; every name is `prefix` and the name in the files. `find_layers` returns the
+    packed weights by name in the files. It is called at the first tensor that is named like a packed tensor, so never
+    for checkpoints of other programs.
     """
     layers: Layers | None = None
     waiting: dict[str, Tensors] = {}

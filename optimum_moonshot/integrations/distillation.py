@@ -21,9 +21,9 @@ class Distillation:
 
         (1 - weight) · loss + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
 
-    (Hinton et al., arXiv 1503.02531), the divergence over the positions with labels, normalized as the model normalizes
-    its loss: by `num_items_in_batch` if the Trainer passes it, else by their number. The teacher, a model with the same
-    vocabulary, runs in evaluation mode, without gradients; T > 0, and the weight is in [0, 1].
+    (Hinton et al., arXiv 1503.02531). KL is summed over the positions with labels and, like the model's loss, divided
+    by `num_items_in_batch` if the Trainer passes it, else by the number of these positions. The teacher, a model with
+    the same vocabulary, runs in evaluation mode, without gradients; T > 0, and the weight is in [0, 1].
     """
 
     def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
@@ -36,7 +36,7 @@ class Distillation:
         self._handle: RemovableHandle | None = None
 
     def attach(self, student: nn.Module) -> None:
-        """Hook a student, which must not be the teacher; the teacher is moved to the same device."""
+        """Add the hook to a student, which must not be the teacher, and move the teacher to the student's device."""
         require(self.teacher is not student, "it is the model that trains; give a dense copy", field="teacher")
         self.detach()
         self.teacher.to(model_device(student))
@@ -66,7 +66,7 @@ class Distillation:
         return output
 
     def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        """Return T² · Σ KL over the labelled positions; logits are [..., V], labels [...] with -100 for none."""
+        """Return the scalar T² · Σ KL over the labelled positions; logits are [..., V], labels [...], -100 for none."""
         message = f"its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}"
         hint = "give the model that the student was pruned from"
         require(student.shape == teacher.shape, message, field="teacher", hint=hint)

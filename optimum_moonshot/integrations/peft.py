@@ -6,8 +6,8 @@ function. Here the adapter is masked from the start: with ``keep`` True where th
     y = W x + keep ⊙ (scaling · B A) dropout(x)
 
 in training, inference and merging. The adapter's weights have PEFT's format, but without the mask they define another
-model. So a mark replaces the type in saved adapters: PEFT alone raises an error; with this package imported, it masks
-the adapter on loading.
+model. So a mark replaces the type in saved adapters: PEFT alone raises an error; with this package imported, the
+adapter is masked on loading.
 
 Below an adapter the weight may be packed in memory, and a masked adapter can be merged into it. PEFT has no extension
 point for the type of a base layer, or for the meaning of "all-linear", that works with any `LoraConfig`; so two of its
@@ -70,7 +70,7 @@ PEFT_TYPE_TO_CONFIG_MAPPING[cast(PeftType, MARK)] = SparseLoraConfig  # for load
 
 
 def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
-    """Create a masked adapter for a pruned layer; None for other layers, for which PEFT creates its own.
+    """Create a masked adapter for a pruned layer; return None for any other layer, whose adapter PEFT creates.
 
     `target` is the layer, or its existing adapters. Options that fill the zeros raise `MoonshotError`.
     """
@@ -95,10 +95,10 @@ def dispatch(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs:
 
 
 def include_all_linear(config: PeftConfig, model: nn.Module) -> PeftConfig:
-    """Expand "all-linear" as PEFT does, but with packed layers; called before any adapter is created.
+    """Expand "all-linear" like PEFT, but include packed layers; called before any adapter is created.
 
     Raises:
-        MoonshotError: an adapter of a parameter that is packed in memory, which PEFT would skip with a warning.
+        MoonshotError: an adapter on a parameter that is packed in memory, which PEFT would skip with a warning.
     """
     packed_weights = [
         f"{name}.{weight}"
@@ -141,7 +141,7 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     `modules_to_save` are trained directly: use `keep_sparsity` or `MoonshotCallback` for them.
 
     Args:
-        model: of `get_peft_model` or `PeftModel.from_pretrained`; no adapter may be merged.
+        model: from `get_peft_model` or `PeftModel.from_pretrained`; no adapter may be merged.
 
     Returns:
         The same model.
@@ -178,7 +178,7 @@ def unmasked_adapters(model: nn.Module, weights: Iterable[nn.Parameter]) -> list
 
 
 def _adapters(model: nn.Module, weights: Iterable[nn.Parameter]) -> list[tuple[str, BaseTunerLayer]]:
-    """The adapters of PEFT on some weights, by their names."""
+    """Return the PEFT adapters on the given weights, with their module names."""
     pruned = set(map(id, weights))
     return [(name, module) for name, module in _all_adapters(model) if id(_weight(module)) in pruned]
 
@@ -243,7 +243,7 @@ def _check_variants(module: Any) -> None:
 class _Masked(nn.Module):
     """Mixin of the masked adapters."""
 
-    keep: Tensor  # bool, True where the weight survives, in the shape of the weight
+    keep: Tensor  # bool in the shape of the weight, True where it survives
     lora_A: nn.ModuleDict
 
     def get_delta_weight(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -261,11 +261,11 @@ class _Masked(nn.Module):
 
 
 class SparseParameter(_Masked, ParamWrapper):
-    """PEFT's LoRA on a parameter, with a mask: on fused experts [E, out, in] or [E, in, out]."""
+    """Masked LoRA layer of PEFT on a parameter, such as fused experts [E, out, in] or [E, in, out]."""
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        """Like PEFT's, but with the masked change: later releases add the product of the factors without a mask."""
+        """Like PEFT's method, but with the masked change: later releases add the factors' product without a mask."""
         deltas = [self.get_delta_weight(adapter) for adapter in active_adapters if adapter in self.lora_A]
         if not deltas:
             yield
@@ -285,7 +285,7 @@ SparseParameter.__name__ = ParamWrapper.__name__  # PEFT checks this name before
 
 
 class PackedLoraLinear(Linear):
-    """PEFT's LoRA layer beside a packed weight [d_out, d_in], without merging."""
+    """LoRA layer of PEFT on a packed weight [d_out, d_in]; it cannot be merged."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check_start(config)
@@ -298,7 +298,7 @@ class PackedLoraLinear(Linear):
         return module.in_features, module.out_features
 
     def base_unpacked(self) -> None:
-        """Adapt to the dense weight: `to_runtime` and `dequantize` call it."""
+        """Switch to the dense base weight; `to_runtime` and `dequantize` call this."""
         vars(self)["fan_in_fan_out"] = isinstance(self.get_base_layer(), Conv1D)
         self.__class__ = cast(Any, Linear)
 
@@ -308,7 +308,7 @@ class PackedLoraLinear(Linear):
 
 
 class SparseLinear(_Masked, Linear):
-    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D."""
+    """Masked LoRA layer of PEFT on a Linear or GPT-2's Conv1D."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
@@ -333,7 +333,7 @@ class SparseLinear(_Masked, Linear):
 
 
 class SparsePackedLinear(SparseLinear, PackedLoraLinear):
-    """PEFT's LoRA layer with a mask, on a packed weight; a merge packs the weight again."""
+    """Masked LoRA layer of PEFT on a packed weight; merging packs the weight again."""
 
     @property
     def keep(self) -> Tensor:  # type: ignore[override] # unpacked on every access
@@ -355,7 +355,7 @@ class SparsePackedLinear(SparseLinear, PackedLoraLinear):
         self._change(Linear.unmerge)
 
     def _change(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call a method of PEFT that changes a dense base layer, and pack the new weight; unchanged on errors."""
+        """Apply a method of PEFT to a dense copy of the base layer, and pack the result; on errors, change nothing."""
         base: Any = self.get_base_layer()
         dense: Any = nn.Linear(base.in_features, base.out_features, False, "meta")
         merged = [*self.merged_adapters]

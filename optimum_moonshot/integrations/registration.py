@@ -1,7 +1,7 @@
 """Register "moonshot" with transformers and PEFT when this package is imported.
 
-Both are slow to import and have no entry points. An import hook registers it right after the import of a library that
-is not imported yet.
+Both libraries are slow to import and have no entry points. If a library is not imported yet, an import hook registers
+"moonshot" right after the import.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as Python does, and registers after its execution: many specs are found, but never imported."""
+    """Finds one module like Python, and registers after its execution: many found specs are never imported."""
 
     def __init__(self, name: str, register: Callable[[], None]):
         self.name, self.register = name, register
@@ -64,9 +64,9 @@ def register_quantizer() -> None:
 
 
 def register_adapters() -> None:
-    """Register masked adapters with PEFT; releases too old for them raise an error at their mark anyway."""
+    """Register masked adapters with PEFT; releases of PEFT that are too old raise an error at the mark anyway."""
     with contextlib.suppress(ImportError):
-        import_module(f"{__package__}.peft")  # it may be the importer of PEFT, and incomplete
+        import_module(f"{__package__}.peft")  # no `from`: this module may be importing PEFT, and be incomplete
 
 
 _REGISTERS = {"transformers.quantizers.auto": register_quantizer, "peft": register_adapters}

@@ -61,7 +61,7 @@ class MoonshotCallback(TrainerCallback):
         config: the settings of pruning during training; None keeps the zeros of the model.
         begin_step: the optimizer step before which the model is pruned, counted from 0.
         end_step: the step of the last of several prunings; the j-th of n has the sparsity s·(1 - (1 - j/n)³), after Zhu
-            & Gupta (arXiv 1710.01878). Each selects among all weights. Requires a pattern other than n:m, and
+            & Gupta (arXiv 1710.01878). Every pruning selects among all weights. Requires a pattern other than n:m, and
             allocation="uniform".
         every: steps between prunings; required with `end_step`.
         calibration: see `MoonshotPruner.prune`. None is `config.calibration` or else the training data:
@@ -69,8 +69,8 @@ class MoonshotCallback(TrainerCallback):
         teacher: a dense model for logits distillation on the positions with labels; moved to the student's device.
         temperature: see `Distillation`.
         teacher_weight: see `weight` of `Distillation`.
-        targets: of the layers whose zeros are kept if config is None; see `find_pruned`.
-        ignore: see `find_pruned`.
+        targets: expressions for the layers whose zeros are kept if config is None; see `find_pruned`.
+        ignore: expressions for layers to leave out; see `find_pruned`.
 
     Raises:
         MoonshotError: (in training) a model without zeros, a pruning after the end of the run, or at the end a removed
@@ -141,9 +141,9 @@ class MoonshotCallback(TrainerCallback):
                 self._check_restored(state)
 
     def _check_restored(self, state: TrainerState) -> None:
-        """Raise `MoonshotError` where a resumed training lacks zeros of its checkpoint.
+        """Raise `MoonshotError` if a resumed training lacks zeros of its checkpoint.
 
-        A Trainer does not convert the names in a checkpoint: it does not load fused experts, with a warning.
+        A Trainer does not convert the names in a checkpoint, so it only warns that fused experts are not loaded.
         """
         logged = [entry[SPARSITY] for entry in state.log_history if SPARSITY in entry]
         sparsity = 0.0 if self.masks is None else self.masks.sparsity()
@@ -194,7 +194,7 @@ class MoonshotCallback(TrainerCallback):
             with isolated(model) as plain:
                 layers = select(plain, config).layers
             if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-                for layer in layers:  # the weights of all data-parallel processes become those of the first
+                for layer in layers:  # all data-parallel processes get the weights of the first
                     torch.distributed.broadcast(layer.parameter.data, 0)
             self._keep(layers, model, kwargs.get("optimizer"))
         self.relative_loss = self.report.loss
@@ -210,7 +210,7 @@ class MoonshotCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.masks is not None:
-            self.masks.refresh()  # new zeros join the mask, as they do when a run resumes from this checkpoint
+            self.masks.refresh()  # add new zeros to the mask, like a run that resumes from this checkpoint
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.detach()
@@ -267,7 +267,7 @@ def _warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:
     """Return step → sparsity of every pruning; None is the configuration's sparsity.
 
-    The sparsity is s·(1 - (1 - j/n)³) at the j-th of n prunings (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
+    The sparsity is s·(1 - (1 - j/n)³) at the j-th of n prunings (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0).
     """
     check_whole("begin_step", begin, 0)
     quantized = config.grid is not None or config.has_budget
@@ -292,7 +292,7 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
 
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
-    """Return the n:m patterns of the layers, by the configuration or the model's record, the smallest m first."""
+    """Return the n:m patterns in the configuration, or else in the model's record, smallest m first."""
     record = PruningRecord.of(model) if config is None else config
     return [] if record is None else record.pattern_rules.nm()
 
@@ -326,7 +326,7 @@ def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str,
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[dict[str, Any]]:
-    """Collate samples to one batch, or to one each if the collator concatenates them in one row."""
+    """Collate samples into one batch, or into one per sample if the collator concatenates them in one row."""
     batch = dict(collate(samples))
     if _FLATTENED.isdisjoint(batch):
         return [batch]

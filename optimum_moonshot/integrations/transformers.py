@@ -37,7 +37,7 @@ _WEIGHT = ".weight"
 class MoonshotQuantizer(HfQuantizer):
     """Unpacks a packed checkpoint or keeps it packed, or prunes a dense one by a `MoonshotConfig`; then detaches.
 
-    The `quantization_config` is that of config.json, or of the caller of `from_pretrained`.
+    The `quantization_config` comes from config.json, or from the caller of `from_pretrained`.
     """
 
     requires_calibration = False
@@ -56,15 +56,15 @@ class MoonshotQuantizer(HfQuantizer):
             require(not contradiction, f"it contradicts runtime={self.runtime!r}", field="dequantize", value=True)
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
-        self.experts: PackedExperts | None = None  # packed weights with conversions of the model
-        self.prefix = ""  # of the model without a head, in the names of one with a head
+        self.experts: PackedExperts | None = None  # packed weights that the model's converters stack or rename
+        self.prefix = ""  # of the base model's weight names in a model with a head
         self.staying: list[str] = []  # modules and fused weights that stay packed in memory
         self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
-        self.resized: set[str] = set()  # their packed tensors, whose sizes depend on the files
-        self.tied: dict[str, str] = {}  # their entries in `all_tied_weights_keys`, which name parameters
+        self.resized: set[str] = set()  # packed tensors of `stacked`; their sizes depend on the files
+        self.tied: dict[str, str] = {}  # entries of `all_tied_weights_keys` for `staying`, no parameters while packed
         self.chosen: dict[str, str] = {}  # packed layer → runtime and reason, unless all become dense
-        self.shapes: dict[str, torch.Size] = {}  # the shapes of all loaded tensors, by config.json
-        self.dtypes: dict[str, torch.dtype] = {}  # their dtypes, by the caller's dtype
+        self.shapes: dict[str, torch.Size] = {}  # shapes of all loaded tensors, from config.json
+        self.dtypes: dict[str, torch.dtype] = {}  # dtypes of all loaded tensors, from the caller's dtype
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.pruning:
@@ -74,15 +74,15 @@ class MoonshotQuantizer(HfQuantizer):
             require("disk" not in places, "a model to prune must not be offloaded to disk", field="device_map")
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Name the index for transformers to read: no other hook has the configuration before it looks for one."""
+        """Name the index in the configuration, which other hooks get only after transformers looks for an index."""
         if self.pre_quantized:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
 
-    update_attn_implementation = update_tp_plan  # depending on its release, transformers calls one of the two or both
+    update_attn_implementation = update_tp_plan  # transformers calls one or both, depending on its release
 
     def preprocess_model(self, model: "PreTrainedModel", dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """Also store the dtypes of the weights by the caller's dtype, which transformers does not."""
+        """Like the base method, but also record the dtype of every weight, which depends on the caller's dtype."""
         super().preprocess_model(model, dtype=dtype, **kwargs)
         if not self.pre_quantized:
             return
@@ -98,7 +98,7 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
-        # Late: transformers' loader, which these import, imports the quantizers.
+        # Imported late: these import transformers' loader, which imports the quantizers.
         from ..checkpoint.runtime_choice import DENSE
         from .conversion import PackedExperts
 
@@ -144,7 +144,7 @@ class MoonshotQuantizer(HfQuantizer):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in self.dtypes:
                 tensor.data = tensor.data.to(self.dtypes[name])
-        # Saving would reverse these conversions, but saves dense weights.
+        # Saving would reverse these conversions, although the saved weights are dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
         if self.experts is not None:
             self.experts.restore(model)
@@ -163,13 +163,13 @@ class MoonshotQuantizer(HfQuantizer):
             to_runtime(model, self.runtime, inputs=self.inputs)
 
     def _verify(self, files: Sequence[str]) -> None:
-        """Verify that the files that transformers loads are those of the index, unless `load_pruned` has done so."""
+        """Verify that transformers loads the files of the index, unless `load_pruned` has verified them."""
         paths = {os.path.abspath(path) for path in files}
         if paths <= self.request.verified:
             return
         folder = Path(files[0]).parent
         checkpoint = Checkpoint(folder, packed=True)
-        with torch.device("cpu"):  # transformers makes the model on "meta", and calls this in there
+        with torch.device("cpu"):  # transformers calls this inside its "meta" device context
             check_files(checkpoint, checksums_wanted())
         others = paths.symmetric_difference(map(os.path.abspath, checkpoint.files))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
@@ -185,23 +185,23 @@ class MoonshotQuantizer(HfQuantizer):
         hint = "such as MoonshotConfig(…, calibration='c4')"
         require(ready, text, field="calibration", value=None, hint=hint)
         name: Any = model.name_or_path
-        if files and os.path.isdir(name):  # a `subfolder` is not passed on
+        if files and os.path.isdir(name):  # `subfolder` is not passed to this hook
             folder = Path(files[0]).parent
             name = folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else name
         self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:
-        """The conversions of the packed tensors.
+        """Return the conversions of the packed tensors.
 
-        `serialized_names` and `get_load_operations`, which transformers has since 5.23, do not suffice: their operation
-        receives the tensors by suffix alone, and every matrix has a format of its own, by its name in the files.
+        `serialized_names` and `get_load_operations` of transformers 5.23 do not suffice: their operation receives only
+        the suffixes of the tensors, but the format of a matrix is stored under its full name in the files.
         """
         from .conversion import Unpacking
 
         if not self.pre_quantized:
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        # transformers adds the prefix of a model without a head, or removes it, after the conversions.
+        # transformers adds or removes the prefix of the base model after the conversions.
         prefix = f"{self.prefix}."
         staying = {*self.staying, *(prefix + name for name in self.staying)}
         staying |= {name.removeprefix(prefix) for name in self.staying}
@@ -209,7 +209,7 @@ class MoonshotQuantizer(HfQuantizer):
         return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
-        """Whether transformers may load a tensor of any shape; it asks nothing else about a quantized checkpoint."""
+        """Whether a tensor may have any shape; transformers calls this for nothing else in a quantized checkpoint."""
         return param_name in self.resized
 
     def is_serializable(self) -> bool:
@@ -221,7 +221,7 @@ class MoonshotQuantizer(HfQuantizer):
 
 
 def _refuse_shards(model: nn.Module, *_: Any) -> None:
-    """Refuse weights that transformers has sharded, when it lists the tensors to load, later than any other hook.
+    """Refuse sharded weights when transformers lists the tensors to load; all other hooks run before the sharding.
 
     Raises:
         MoonshotError: the model is distributed over several processes.
@@ -233,9 +233,9 @@ def _refuse_shards(model: nn.Module, *_: Any) -> None:
 
 
 def _require_complete(model: Any) -> None:
-    """Raise an error where transformers only warns: weights missing in the files or unexpected by the model.
+    """Raise an error for missing or unexpected weights, where transformers only warns.
 
-    For models of the saved class; others, such as one with a new head, have additional weights.
+    Only for models of the saved class: another class, such as one with a new head, has additional weights.
     """
     adjust = model._adjust_missing_and_unexpected_keys
 
@@ -248,7 +248,7 @@ def _require_complete(model: Any) -> None:
 
 
 def _packed_weights(model: nn.Module, tensors: StoredTensors) -> dict[str, "StoredWeight"]:
-    """Return the packed weights by their names in the model, without `PackedExperts`."""
+    """Return the packed weights that need no `PackedExperts`, by name in the model."""
     from .conversion import StoredWeight
 
     weights = {}

@@ -1,4 +1,4 @@
-"""Experts whose weights stay packed in vLLM: its fused layers load them dense, and pack them when they are complete."""
+"""Packed experts in vLLM: its fused layers load dense weights, and pack them when they are complete."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from ..runtime.packed_module import packed_parts
 from .vllm_linear import PackingMethod, Tally
 
 _UP, _DOWN = "w13_weight", "w2_weight"  # [experts, out, in], gates and up-projections joined along the rows
-# The activations that vLLM has on every device, apart from its kernels of whole experts.
+# The activations that vLLM computes on every device outside of its fused kernels.
 _ACTIVATIONS = {"silu", "gelu", "gelu_tanh", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}
 
 
 class PackedExpertsMethod(PackingMethod, FusedMoEMethodBase):
-    """The method of a layer of experts: packs the matrices of all experts as one stack per weight.
+    """The quantization method of a layer of experts: packs the matrices of all experts as one stack per weight.
 
-    If no weight is smaller when packed, or if only vLLM's own kernels compute the layer's activation, these multiply
-    the dense weights.
+    If no weight is smaller when packed, or if only the fused kernels of vLLM compute the layer's activation, the
+    weights stay dense and these kernels multiply them.
     """
 
     def __init__(self, moe: Any, prefix: str, tally: Tally):
@@ -32,7 +32,7 @@ class PackedExpertsMethod(PackingMethod, FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether vLLM's kernel also routes."""
+        """Whether the kernel of vLLM also routes the tokens."""
         return not self.packed and bool(self.dense.is_monolithic)
 
     def maybe_roundup_sizes(self, *args: Any, **options: Any) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from ..packing import INPUTS, Quantized
 from ..runtime.packed_module import Packed, PackedMatrix, pack_if_smaller, packed_parts
 from .conversion import unpacked
 
-_log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
+_log = init_logger(f"vllm.{__name__}")  # vLLM shows only loggers under its own name
 _WEIGHT = "weight"
 _READ = "_get_weights_iterator"
 DONE = "_already_called_process_weights_after_loading"  # vLLM removes it when it reloads a layer
@@ -52,7 +52,7 @@ def unpack_while_loading() -> None:
 
 
 def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
-    """Verify the files that vLLM reads and return their packed weights; none for files of other programs."""
+    """Verify the files that vLLM reads, and return their packed weights; empty for files of other programs."""
     where = (source.model_or_path, source.subfolder, source.revision)
     path, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
     folder, paths = Path(path), sorted(map(Path, files))
@@ -81,8 +81,8 @@ class Tally:
     """Packs the weights of a model's layers of one kind, and counts them for vLLM's log."""
 
     kind: str
-    grids: Sequence[Grid] = ()  # of the checkpoint, in any dtype; none if it is not quantized
-    inputs: str = INPUTS[0]  # of products with integer codes
+    grids: Sequence[Grid] = ()  # of the checkpoint, in any dtype; empty if it is not quantized
+    inputs: str = INPUTS[0]  # for products with integer codes, one of `INPUTS`
     codes: int = 0  # weights that are integer codes
     values: list[str] = field(default_factory=list)  # names of the other weights
     packed: int = 0
@@ -95,8 +95,8 @@ class Tally:
         """Pack a weight [d_out, d_in], as integer codes if it is on a grid; None if that does not make it smaller.
 
         Args:
-            name: of the weight, for the log.
-            matrix: the weight, or the part of it in this process.
+            name: the weight's name, for the log.
+            matrix: the weight, or its shard in this process.
         """
         packed = pack_if_smaller(matrix, self.grids)
         if packed is None or not isinstance(packed.codec, Quantized):
@@ -132,9 +132,9 @@ class Tally:
 
 
 class PackingMethod:
-    """Loads the weights of a layer of vLLM as dense ones, and packs them as soon as they are complete.
+    """Loads the dense weights of a vLLM layer, and packs them as soon as they are complete.
 
-    vLLM allocates a dense weight when all of its parts have been read, as for weights that it quantizes online. Each
+    vLLM allocates a dense weight when all of its shards have been read, like a weight that it quantizes online. Each
     process packs its shard. A weight that is not smaller when packed stays dense.
     """
 
@@ -142,7 +142,7 @@ class PackingMethod:
     dense: Any  # vLLM's method for dense weights
 
     def set_up(self, prefix: str, tally: Tally) -> None:
-        """Initialize the method of a layer, whose name in the model is `prefix`."""
+        """Initialize the method of the layer with the name `prefix` in the model."""
         self.prefix, self.tally = prefix, tally
         self.random = get_current_vllm_config().load_config.load_format == "dummy"
         self.packed: dict[str, PackedMatrix] = {}  # the packed weights, by name
@@ -160,14 +160,14 @@ class PackingMethod:
             return
         setattr(layer, DONE, True)
         with error_context(self.prefix):
-            # A captured graph keeps the old plan.
+            # A captured graph would keep the old plan.
             require(not self.packed, "it is packed and cannot be reloaded", hint="create a new engine")
             read, total = get_layerwise_info(layer).load_numel, self.count_weights(layer)
             require(self.random or read >= total, f"only {read} of its {total} weights were read from the files")
         self.pack(layer)
 
     def count_weights(self, layer: Any) -> int:
-        """The number of weights that must be read from the files."""
+        """Return the number of weights that must be read from the files."""
         raise NotImplementedError
 
     def pack(self, layer: Any) -> None:
@@ -178,10 +178,10 @@ class PackingMethod:
         """Pack a weight of a layer, and return its bytes in memory.
 
         Args:
-            layer: of vLLM.
-            weight: the name of the parameter.
-            matrix: its matrix, or the stack of its matrices, [d_out, d_in].
-            name: of the weight, for the log.
+            layer: a layer of vLLM.
+            weight: the parameter's name in the layer.
+            matrix: the parameter as a matrix, or as a stack of matrices, [d_out, d_in].
+            name: the weight's name in the model, for the log.
         """
         packed = self.tally.pack(name, matrix)
         if packed is None:
@@ -197,7 +197,7 @@ class PackingMethod:
 
 
 class PackedLinearMethod(PackingMethod, LinearMethodBase):
-    """The method of a linear layer."""
+    """The quantization method of a linear layer in vLLM."""
 
     def __init__(self, prefix: str, tally: Tally):
         self.dense = UnquantizedLinearMethod()

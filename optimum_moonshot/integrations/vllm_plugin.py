@@ -29,7 +29,7 @@ class MoonshotQuantization(QuantizationConfig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tallies: dict[str, Tally] = {}  # by the kind of layers
+        self.tallies: dict[str, Tally] = {}  # by kind of layer
 
     @classmethod
     def get_name(cls) -> str:
@@ -49,12 +49,12 @@ class MoonshotQuantization(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "MoonshotQuantization":
-        """Read the entry in config.json; `MoonshotError` if this release does not read it."""
+        """Read the entry in config.json; raise `MoonshotError` if this release cannot read it."""
         check_config_entry(config)
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method of a linear layer or of experts, whose name is `prefix`; embeddings stay dense."""
+        """Return the method of a linear layer or of experts named `prefix`; None for other layers, which stay dense."""
         from vllm.model_executor.layers.linear import LinearBase
 
         from .vllm_linear import PackedLinearMethod, unpack_while_loading
@@ -80,7 +80,7 @@ class MoonshotQuantization(QuantizationConfig):
 
 
 def _inputs(additional_config: Any) -> str:
-    """The inputs of products with integer codes, one of `INPUTS`, by vLLM's option for other packages."""
+    """Return the inputs of products with integer codes, one of `INPUTS`, from vLLM's option for other packages."""
     options = additional_config.get(METHOD, {}) if isinstance(additional_config, Mapping) else {}
     with error_context(f"additional_config: {METHOD}"):
         valid = isinstance(options, Mapping) and set(options) <= {"inputs"}
