@@ -1,13 +1,13 @@
-"""Metrics of a model: perplexity, top-1 accuracy, and its agreement with the dense model that it was made from.
+"""Metrics of a model: perplexity, top-1 accuracy, and agreement with the original dense model.
 
 Perplexity follows the protocol of the pruning literature, and is comparable with published numbers. The text is
 tokenised as one stream and split into non-overlapping windows of the model's sequence length. Perplexity is the
 exponential of the mean loss of all next-token predictions within windows. In the literature only the first window
 begins with BOS; models that were trained with BOS before every context need it before each window.
 
-A language model agrees with the dense one where the divergence of their predictions is small: it shows more than
-perplexity on models that were trained further than on plain text, such as on instructions. Models without a head are
-compared by their embeddings, pooled as the dense checkpoint declares, else by the mean over their positions.
+The agreement of language models is the divergence of their predictions. It tells more than perplexity about models that
+were trained on more than plain text, such as instructions. For models without a head, it is the similarity of their
+embeddings, which are pooled as the dense checkpoint declares, or else averaged over the positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from ..model.model_info import check_tokens, max_positions, takes_images
 from ..progress import progress_bar
 from ..reports.measurement import Measurement, metric_key
 
-# Logits are converted to float32 in slices of about this size; with a large vocabulary, all of them are gigabytes.
+# Logits are converted to float32 in slices of about this size; with a large vocabulary, the whole takes gigabytes.
 SLICE_BYTES = 64 * 2**20
 NEIGHBOURS = 1024  # samples whose similarities to all others are computed at a time
 
@@ -61,15 +61,15 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Divergence(Perplexity):
-    """A perplexity, with the divergence of the predictions from those of the dense model."""
+    """A perplexity, and the divergence of the model's predictions from the dense model's predictions."""
 
     kl: float = field(kw_only=True)  # mean of KL(dense ‖ model) over the predicted tokens, in nats
-    agreement: float = field(kw_only=True)  # fraction of the tokens that both models find the most probable
+    agreement: float = field(kw_only=True)  # fraction of the tokens where both models predict the same
     dense: float = field(kw_only=True)  # perplexity of the dense model
 
     @property
     def of_dense(self) -> Perplexity:
-        """The dense model's perplexity of the same data."""
+        """The dense model's perplexity on the same data."""
         return Perplexity(self.dense, self.dataset, self.windows, self.sequence_length, self.tokens, self.bos)
 
     def measurements(self) -> dict[str, Measurement]:
@@ -103,9 +103,9 @@ def perplexity(
         sequence_length: tokens of a window; None is the model's maximum, at most 2048.
         batch_size: windows per forward pass.
         max_windows: the largest number of windows to evaluate; None is all, and 256 for "c4".
-        bos: whether every window begins with BOS, which replaces one token of text; None: if the tokenizer puts it
-            before a text. False is the protocol of published numbers, where only the whole text does.
-        against: the dense model that this one was made from, with the same tokens; the result is a `Divergence` then.
+        bos: whether every window begins with BOS, which replaces one token of text; None: if the tokenizer adds BOS
+            to a text. False is the protocol of published numbers, where only the text as a whole begins with BOS.
+        against: the original dense model, with the same vocabulary; the result is then a `Divergence`.
         progress: show a progress bar of the windows.
 
     Raises:
@@ -136,7 +136,7 @@ def perplexity(
 
 
 def _sums(model: nn.Module, dense: nn.Module | None, batches: Sequence[Tensor], bar: "tqdm[Any]") -> Tensor:
-    """The `_prediction_sums` of all windows."""
+    """Add the `_prediction_sums` of all windows, [4] in float64."""
     total = torch.zeros(4, dtype=torch.float64)
     with ExitStack() as stack:
         stack.enter_context(bar)
@@ -286,10 +286,10 @@ class Agreement:
     """The agreement of a model's embeddings with the dense model's."""
 
     value: float  # mean cosine of the two embeddings of a sample
-    neighbours: float  # fraction of the samples that have the same nearest other sample
+    neighbours: float  # fraction of the samples with the same nearest neighbour in both models
     dataset: str
     samples: int
-    sequence_length: int | None  # at most, in tokens; None for other data than text
+    sequence_length: int | None  # the most tokens of a text; None for other data
     embedding: str  # how outputs are pooled
 
     def measurements(self) -> dict[str, Measurement]:
@@ -317,7 +317,7 @@ class Embeddings:
         return Agreement(cosine, float(same.double().mean()), *settings)
 
     def nearest(self) -> Tensor:
-        """The index of the nearest other sample of each, [N]."""
+        """Return the index of each sample's nearest other sample, int64 [N]."""
         nearest = []
         for start, rows in zip(count(0, NEIGHBOURS), self.vectors.split(NEIGHBOURS), strict=False):
             cosines = rows @ self.vectors.T
@@ -334,15 +334,15 @@ def agreement(
     processor: Any = None,
     **options: Any,
 ) -> Agreement:
-    """How well the embeddings of a model without a head agree with those of the dense model that it was made from.
+    """Compare the embeddings of a model without a head with the embeddings of the original dense model.
 
     Args:
         model: not changed.
         dense: not changed.
         dataset: see `embeddings`.
-        tokenizer: of both models, for text.
-        processor: of both models, for images.
-        options: of `embeddings`.
+        tokenizer: the tokenizer of both models, for text.
+        processor: the image processor of both models, for images.
+        options: further arguments of `embeddings`.
 
     Raises:
         MoonshotError: like `embeddings`, or embeddings of different sizes.
@@ -365,18 +365,18 @@ def embeddings(
     forward: Forward | None = None,
     progress: bool = False,
 ) -> Embeddings:
-    """The embeddings of a data set by a model without a head.
+    """Compute the embeddings of a data set with a model that has no head.
 
     Args:
-        model: whose output has hidden states or embeddings; not changed.
+        model: with hidden states or embeddings in its output; not changed.
         dataset: text like for `perplexity`, each record or line a sample; images like for `accuracy`; or an iterable of
             model inputs.
         tokenizer: the model's Hugging Face tokenizer, for text.
         processor: the model's image processor, for images.
-        sequence_length: tokens to which a text is cut; None is the model's maximum, at most 2048.
+        sequence_length: the number of tokens to which texts are truncated; None is the model's maximum, at most 2048.
         batch_size: samples per forward pass; batches of model inputs keep their size.
-        max_samples: the number of samples, at most; None is all.
-        pooling: of the outputs; None is what the model's checkpoint declares, else their mean.
+        max_samples: the largest number of samples; None is all.
+        pooling: how outputs are pooled; None is the pooling that the model's checkpoint declares, else the mean.
         forward: (model, inputs) → output; replaces the plain call.
         progress: show a progress bar of the samples.
 
@@ -408,7 +408,7 @@ def embeddings(
 def _batches(
     model: nn.Module, dataset: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int
 ) -> tuple[Iterator[Batch], int | None]:
-    """The batches of a data set for `embeddings`, and the most tokens of a text; None for other data."""
+    """Return the batches of a data set for `embeddings`, and the most tokens of a text (None for other data)."""
     images = open_images(dataset, EVALUATION_SPLITS) if takes_images(model) else None
     if images is not None:
         return image_batches(images, model, processor, None, batch_size), None

@@ -46,7 +46,7 @@ class EvalReport:
         return [result for field in KINDS for result in getattr(self, field).values()]
 
     def measurements(self) -> dict[str, Measurement]:
-        """All results, by the short name of the data set, or by the task."""
+        """All results, by short name of the data set or by task."""
         results: list[Measured] = [*self.results, *([self.zero_shot] if self.zero_shot else [])]
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
@@ -92,7 +92,7 @@ class EvalReport:
         )
 
     def save(self, path: str | os.PathLike[str], **more: Any) -> None:
-        """Write a JSON file, with further entries as JSON types."""
+        """Write a JSON file; `more` are further entries, as JSON types."""
         check_path("path", path)
         with writing("output", path):
             replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")

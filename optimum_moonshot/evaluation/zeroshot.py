@@ -1,4 +1,4 @@
-"""Zero-shot accuracy by lm-eval (the `[eval]` extra): the seven tasks of the pruning literature, or any other.
+"""Zero-shot accuracy by lm-eval (the `[eval]` extra): the seven tasks of the pruning literature, or any others.
 
 The metric is `acc`, as in the tables of MOONSHOT (arXiv 2604.13287, section 4.1). Two models are compared by their mean
 over the tasks, and by the fraction of tasks that one of them wins.
@@ -85,7 +85,7 @@ class ZeroShot:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ZeroShot:
-        """The inverse of `to_dict`; `MoonshotError` for a field that is missing or of another type."""
+        """The inverse of `to_dict`; raise `MoonshotError` for a field that is missing or of another type."""
         names = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(names - set(values))
         require(not missing, f"not a zero-shot result, {', '.join(missing)} is missing", field="baseline")
@@ -115,7 +115,7 @@ class Tasks(NamedTuple):
 
 
 def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
-    """Look up tasks, which needs several seconds in lm-eval but downloads nothing.
+    """Look up tasks, which takes several seconds in lm-eval but downloads nothing.
 
     Args:
         tasks: names of lm-eval's tasks, "paper" for the seven of the literature, or paths of YAML task files.
@@ -197,7 +197,7 @@ def _measure(
         wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not (progress and bars_are_wanted()))
         try:
             results = simple_evaluate(model=wrapped, tasks=tasks.names, **options)["results"]
-        except Exception as error:  # a failed download, or anything that a mistake in a task's file causes
+        except Exception as error:  # a failed download, or any error in a task file
             names, kind = ", ".join(tasks.names), type(error).__name__
             message = f"{names} cannot be measured ({kind}: {reason(error)})"
             raise MoonshotError(message, field="tasks") from error
@@ -217,7 +217,7 @@ def _names(tasks: Any) -> tuple[list[str], list[str]]:
             names.append(str(task))
             continue
         require(path.is_file(), f"{task}: no such file", field="tasks")
-        # By lines, because a YAML parser would need lm-eval's `!function` tags.
+        # Read line by line, because a YAML parser would need lm-eval's `!function` tags.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         name = next((line for line in lines if line.startswith("task:")), None)
         if name is None:

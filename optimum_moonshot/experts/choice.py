@@ -1,4 +1,4 @@
-"""The optimisation problem of each mixture, from a pass over the data at the stage of its block, and its solution."""
+"""Select the experts of each mixture: collect statistics in a pass at the stage of its block, and solve the problem."""
 
 import time
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class MixtureProblems:
         self.by_module = {mixture.module: mixture for mixture in mixtures}
 
     def lacks_mixture(self, name: str) -> bool:
-        """Whether the problem of a mixture is needed."""
+        """Whether the statistics of a mixture are still needed."""
         raise NotImplementedError
 
     def use(self, mixture: Mixture, statistics: MixtureStatistics) -> None:
@@ -43,7 +43,7 @@ class MixtureProblems:
         raise NotImplementedError
 
     def problem(self, statistics: MixtureStatistics) -> Removal:
-        """The objective of a mixture."""
+        """Return the removal problem of a mixture from its statistics."""
         sums = statistics.gram, statistics.gradients, statistics.norms, statistics.tokens
         return Removal.build(*sums, self.selection.lam)
 
@@ -81,9 +81,9 @@ class MixtureProblems:
 
 
 class ExpertSelection(MixtureProblems):
-    """The remaining experts of each mixture; `store` may have results of an interrupted run.
+    """Selects the remaining experts of each mixture; `store` may have results of an interrupted run.
 
-    The result of a mixture is a row with 1 for each remaining expert.
+    The stored result of a mixture is a row [1, E], 1 for a remaining expert and 0 for a removed expert.
     """
 
     def __init__(self, prepared: Prepared, mixtures: Sequence[Mixture], pattern: Experts, store: ResultStore):
@@ -99,7 +99,7 @@ class ExpertSelection(MixtureProblems):
         problem = self.problem(statistics)
         keep = self.selection.solver.solve(problem, pattern).keep[0]
         (loss,) = problem.losses(keep)
-        keeps = {solver: keep}  # of all solvers, whose losses the report compares
+        keeps = {solver: keep}  # by solver; the report compares their losses
         for other in solver_names(Experts):
             if other != solver:
                 keeps[other] = make_solver(other, {}).solve(problem, pattern).keep[0]

@@ -53,7 +53,7 @@ class Sliced:
         return tensor
 
     def remaining(self, keep: Mapping[str, Tensor]) -> Tensor:
-        """A tensor of some experts only; for `keep` see `ExpertRemoval.apply`."""
+        """Return the tensor of the experts in `keep` only; see `ExpertRemoval.apply`."""
         tensor = self.tensor.data
         return tensor.index_select(self.axis, keep[self.mixture].to(tensor.device))
 
@@ -107,13 +107,13 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def tensors(self, block: str, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The smaller tensors of an onloaded block, by their names in it; for `keep` see `apply`."""
+        """Return the smaller tensors of an onloaded block, by name in the block; for `keep` see `apply`."""
         inside = {name: sliced for name, sliced in self.sliced.items() if name.startswith(f"{block}.")}
         return {name.removeprefix(f"{block}."): sliced.remaining(keep) for name, sliced in inside.items()}
 
     @contextmanager
     def removed(self, keep: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which a model in memory has only some experts; for `keep` see `apply`."""
+        """A context in which a model in memory has only the experts in `keep`; see `apply`."""
         with ExitStack() as undo:
             self._cut(self.sliced.values(), lambda sliced: sliced.remaining(keep), undo)
             self._configure(undo)
@@ -137,10 +137,10 @@ class ExpertRemoval:
             finish()
             undo.pop_all()
         for sliced in self.sliced.values():
-            sliced.tensor.grad = None  # its shape is that of all experts
+            sliced.tensor.grad = None  # the gradient has rows of removed experts
 
     def _by_weights(self) -> dict[Weights, list[Sliced]]:
-        """The tensors, grouped by the `Weights` of their block."""
+        """Group the tensors by the `Weights` of their block."""
         weights, groups = by_module(visited(self.model)), dict[Weights, list[Sliced]]()
         for sliced in self.sliced.values():
             groups.setdefault(weights.get(sliced.owner, RESIDENT), []).append(sliced)
@@ -254,7 +254,7 @@ def _search(
             edit = dict.fromkeys(chosen, left)
             try:
                 small = on_meta_device(cls, edited(model.config, edit))
-            except Exception as error:  # a model may refuse its configuration in any way
+            except Exception as error:  # a model class may raise any error for a configuration
                 reason = reason or (f" ({last_line(error)})" if all("expert" in name for name in chosen) else "")
                 continue
             sliced = _explained(model, mixtures, base, small, left)
@@ -291,7 +291,7 @@ def _explained(
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, tied ones under every name."""
+    """Return parameters and buffers by name; a tied parameter has an entry for each of its names."""
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
@@ -323,7 +323,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _configurations(model: PreTrainedModel, path: str) -> Iterator[PreTrainedConfig]:
-    """The configurations in a model with a field: the model's, and copies in its modules."""
+    """Yield the configurations that have the field at `path`: the model's, and copies in its modules."""
     *parents, field = path.split(".")
     owner: Any = model.config
     for parent in parents:
@@ -334,7 +334,7 @@ def _configurations(model: PreTrainedModel, path: str) -> Iterator[PreTrainedCon
 
 
 def _agree(module: nn.Module, permuted: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the outputs of most tokens are equal with other tensors in the module."""
+    """Whether most tokens have the same outputs if the tensors in `permuted` replace the module's tensors."""
     kwargs = without_caches(kwargs)
     expected = first_tensor(module(*args, **kwargs)).float()
     output = first_tensor(torch.func.functional_call(module, permuted, args, kwargs)).float()

@@ -31,8 +31,8 @@ def prune_experts(
     """Like `prune_model`, for pattern="experts": removes the same number of experts from every mixture.
 
     Raises:
-        MoonshotError: a model without mixtures, or from which so many experts cannot be removed; bad data, or too
-            little memory. The model is unchanged.
+        MoonshotError: a model without mixtures, or with too few experts to remove so many; bad data, or too little
+            memory. The model is unchanged.
     """
     started, recovering = time.perf_counter(), 0.0
     selection = select_experts(subject.model, config)

@@ -4,8 +4,8 @@ The gains of norms are folded into the matrices that follow, then every axis wit
 by the rotation of that space. Both start from the dense weights, in float64 (float32 for 16-bit weights and on MPS),
 and round once.
 
-The dense weights of resident blocks are copied to host memory. Offloaded blocks keep theirs at their source, and the
-changes are stored separately (model/weights.py), block by block.
+The dense weights of resident blocks are copied to host memory. The dense weights of offloaded blocks stay at their
+source, and changes are stored separately (model/weights.py), block by block.
 """
 
 from collections import Counter
@@ -53,10 +53,10 @@ class Basis:
     def __init__(self, model: nn.Module, blocks: Sequence[Block], spaces: Sequence[Space]):
         self.model, self.blocks, self.spaces = model, blocks, list(spaces)
         self.changes = _changes(self.spaces, model)
-        self.untied: list[tuple[Axis, nn.Parameter]] = []  # with the shared parameter
+        self.untied: list[tuple[Axis, nn.Parameter]] = []  # untied uses, with the shared parameter
         self.settings: list[tuple[Any, Any]] = []  # configurations, with their tie_word_embeddings
         self.dense: dict[int, Tensor] = {}  # id of a parameter → its dense value, in host memory
-        self.stored: dict[Weights, Any] = {}  # weights of a block that are not resident → their dense state
+        self.stored: dict[Weights, Any] = {}  # offloaded weights of a block → their dense state
         inputs, outputs = (_embeddings(model, f"get_{end}_embeddings") for end in ("input", "output"))
         for at in self._to_untie():
             tied = at.holder is outputs and getattr(inputs, at.name, None) is at.parameter and bool(_tying(model))
@@ -79,8 +79,8 @@ class Basis:
     def keep(self) -> None:
         """Untie parameters that need two bases, and copy the parameters that will change to host memory.
 
-        The configuration then ties no parameters, so others are untied too, such as the bias of a head from that of a
-        layer in it: after saving and loading, all of them would be separate.
+        The configuration then ties no parameters, so all other tied parameters are untied too, such as the bias of a
+        head and the bias of a layer in it: after saving and loading, they would be separate anyway.
         """
         tied = _tied_names(self.model)
         for at in self._to_untie():
@@ -118,7 +118,7 @@ class Basis:
 
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
-        """Write the weights in the basis of some rotations, as for `_transform`; {} only folds the gains of norms."""
+        """Write the weights in the basis of `rotations` (see `_transform`); {} only folds the gains of norms."""
         for weights, changes in self._by_block():
             if weights is not RESIDENT:
                 weights.restore(self.stored[weights])
@@ -163,7 +163,7 @@ class ModelRotation:
     written: bool
 
     def write(self) -> None:
-        """Write the new basis into the weights, unless it is there; on failure, restore the model."""
+        """Write the weights in the new basis, unless they are already; on failure, restore the model."""
         if self.written or not self.rotations:
             return
         try:
@@ -234,13 +234,13 @@ def _tying(model: nn.Module) -> list[Any]:
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """The parameters that the configurations of a `PreTrainedModel` and its parts tie to others."""
+    """The names of the parameters that the configurations of a `PreTrainedModel` and its parts tie to others."""
     expanded = getattr(model, "get_expanded_tied_weights_keys", None)
     return set() if expanded is None else set(expanded(all_submodels=True))
 
 
 def _apply(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
-    """A parameter in another basis, in the dtype of the computation."""
+    """Return a dense parameter in the new basis, in the dtype of the computation."""
     if change.value is not None:
         return torch.full_like(dense, change.value)
     work = torch.float32 if dense.dtype.itemsize <= 2 or dense.device.type == "mps" else torch.float64
@@ -337,7 +337,7 @@ def check_invariance(model: nn.Module, basis: Basis, batch: Batch, expected: Seq
 
 
 def _permutation(space: Space, generator: torch.Generator) -> Tensor:
-    """A random change of a space's basis, as for `_transform`.
+    """Return a random change of a space's basis for `_transform`.
 
     Spaces to rotate get signed permutations (without signs if R must fix the vector of ones), spaces to scale powers
     of 2.

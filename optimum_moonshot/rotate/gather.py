@@ -40,7 +40,7 @@ def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Spa
 
 
 def release_inverses(prepared: Prepared, objective: Objective) -> int:
-    """Move the cached matrices of the objective away from the device; returns the bytes that this has freed there."""
+    """Move the cached inverses of the objective off the device, and return the bytes that this frees on the device."""
     storage, before = prepared.storage, prepared.storage.cached
     for group in objective.groups:
         group.inverse = storage.away(group.inverse, INVERSE)
@@ -48,7 +48,7 @@ def release_inverses(prepared: Prepared, objective: Objective) -> int:
 
 
 def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) -> Objective:
-    """The objective over the spaces that may be rotated.
+    """Collect the objective over the spaces that may be rotated, in one pass over the data.
 
     Raises:
         MoonshotError: bad data or statistics, or too little memory.

@@ -1,4 +1,4 @@
-"""The spaces of a model that may be rotated, permuted or scaled; here those of structured groups, heads and neurons.
+"""The spaces of a model that may be rotated, permuted or scaled, with the spaces of heads and neurons.
 
 Attention mixes the tokens of a head's values but not their channels. The derivative of o's inputs with respect to the
 outputs of v is therefore a token mixing times an identity: a factor on one column is a factor on one row, the same at
@@ -33,8 +33,8 @@ def find(
 ) -> tuple[list[Space], dict[str, str]]:
     """The spaces of a model that may be rotated, permuted or scaled, and the reasons why others are excluded.
 
-    The values of the batch, a small sample, do not matter. `heads_only` excludes the residual stream, and with it
-    untied embeddings. Neurons are permuted in the layers `ordered`, inputs are scaled in the layers `scaled`.
+    The batch is small, and its values do not matter. `heads_only` excludes the residual stream, so that no embeddings
+    are untied. Neurons are permuted in the layers `ordered`, inputs are scaled in the layers `scaled`.
     """
     trace = Trace(model, batch)
     spaces, refused = find_spaces(trace, [name for name, _ in find_blocks(model)])
@@ -144,7 +144,7 @@ def _head_space(trace: Trace, node: Node, group: StructuredGroups, likely: int |
 
 
 def _positions(leaf: Tensor, plain: Tensor | None, scaled: Tensor | None, factors: Tensor) -> Tensor:
-    """The column of a head that each row computes alone, int64 [rows]; -1 for none."""
+    """The only column of a head that each row computes, int64 [rows]; -1 if there is none."""
     if plain is None or scaled is None:
         return torch.full((leaf.shape[-1],), -1)
     before, after = (gradient.flatten(0, -2).double().cpu() for gradient in (plain, scaled))
@@ -191,7 +191,7 @@ def _space(node: Node, makers: list[Node], group: StructuredGroups, size: int, r
 def _mixes_tokens(inputs: Tensor, leaf: Tensor, rows: Tensor) -> bool:
     """Whether heads depend on their rows [heads, size] of a leaf only by mixing tokens, all channels in the same way.
 
-    This excludes gates, which act on separate channels, and two heads taken for one. As in a `Trace`, the derivative of
+    This excludes gates, which act on separate channels, and two heads taken for one. Like in `Trace`, the derivative of
     a head then commutes with a signed permutation of its channels.
     """
     generator = torch.Generator().manual_seed(5)

@@ -20,8 +20,8 @@ from torch import Tensor
 from .objective import Objective
 from .spaces import Space
 
-# Learning stops if this many steps reduce the objective by less than this fraction. Where the steps sample rows, the
-# objective of all rows is evaluated as often, which takes a third of a step's time with all rows.
+# Learning stops if this many steps reduce the objective by less than this fraction. If the steps sample rows, the
+# objective of all rows is evaluated once in so many steps; it takes a third of the time of a step with all rows.
 PATIENCE, GAIN = 10, 1e-3
 BETAS, EPSILON = (0.9, 0.999), 1e-12
 _PERMUTATION, _FACTORS = "permutation ", "factors "
@@ -92,15 +92,15 @@ def learn(
     step_done: Callable[[Learned], None] = lambda state: None,
     attempt: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> Learned:
-    """Minimise the objective of a model whose norms' gains are folded, starting from no rotation.
+    """Minimise the objective of a model whose norms' gains are folded, starting from the identity.
 
     Learning ends after `steps`, or when the objective no longer decreases. `rate`, Adam's learning rate of A in
     radians, follows a cosine. Spaces to permute or scale are skipped; spaces outside the objective keep their basis.
     The `state` of an earlier call with the same arguments resumes it; `step_done` receives the state after every step.
     `attempt` calls a step, and may repeat it: a step that fails does not change the state.
 
-    Each step takes the gradient of other `rows` of every matrix, None for all: a rotation that was fitted to the same
-    64 rows in all steps reduced their objective by 36%, and that of all rows by 1% (SmolLM2-135M, 2:4).
+    Each step takes the gradient of a new sample of `rows` of every matrix, None for all. A rotation fitted to the same
+    64 rows in all steps reduced the objective of these rows by 36%, but of all rows by 1% (SmolLM2-135M, 2:4).
     """
     families = _families(spaces)
     state = state or Learned(_start(families))
@@ -119,7 +119,7 @@ def learn(
 
 
 def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
-    """The rotations of the best step, [count, width, width] in float64 on the host, with permutations and factors."""
+    """The best rotations, [count, width, width] in float64 in host memory, and all permutations and factors."""
     learned: dict[Space, Tensor] = {}
     for name, family in _families(spaces).items():
         skew = state.tensors[f"{name}.best"].cpu().double()
@@ -199,7 +199,7 @@ def _start(families: Mapping[str, list[Space]]) -> dict[str, Tensor]:
 
 
 def _orthogonal(parameters: Tensor, family: list[Space]) -> Tensor:
-    """R [count, width, width] of A [count, size, size]."""
+    """Map A [count, size, size] to R [count, width, width]."""
     skew = (parameters - parameters.mT) / 2
     identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     inner = torch.linalg.solve(identity - skew, identity + skew)

@@ -1,8 +1,8 @@
 """Identifies norms by calling them: their gain, their shift, and the rotations that commute with them.
 
-A norm maps x to ``γ ⊙ n(x) + β``. The n of an RMS norm commutes with every orthogonal matrix, that of a layer norm,
-which subtracts the mean, only with orthogonal matrices that fix the vector of ones. Tests on a copy, not names, show
-which parameter defines γ, and whether it is γ or γ - 1.
+A norm maps x to ``γ ⊙ n(x) + β``. In an RMS norm, n commutes with every orthogonal matrix; in a layer norm, which
+subtracts the mean, n commutes only with orthogonal matrices that fix the vector of ones. Tests on a copy, not names,
+show which parameter defines γ, and whether it is γ or γ - 1.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Norm:
     offset: float
     slope: float
     gain: Tensor | None  # γ [width] in float64; None if it is 1 everywhere
-    shift: Tensor | None  # β [width] in float64; None without one
+    shift: Tensor | None  # β [width] in float64; None if there is no shift
     fixes_ones: bool = False  # n commutes only with orthogonal matrices that fix the vector of ones
 
     @property

@@ -28,7 +28,7 @@ from .spaces import Space
 
 DAMPING = 0.01
 # In larger matrices the threshold of an unstructured pattern is estimated from this many scores: the objective is
-# stationary in the threshold, so that its error has a second-order effect.
+# stationary in the threshold, so an error in the threshold has only a second-order effect.
 SAMPLED_SCORES = 2**17
 
 
@@ -37,7 +37,7 @@ class Coordinates:
     """The coordinates of a space on an axis of a matrix [d_out, d_in]."""
 
     space: Space
-    index: Tensor | None  # as `Place.index`
+    index: Tensor | None  # see `Place.index`
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Group:
 
     matrices: list[Matrix]
     reads: Coordinates | None  # on the columns of all matrices
-    inverse: Tensor  # of H: [d_in, d_in], its blocks [count, copies, width, width], or the diagonal [d_in]
+    inverse: Tensor  # H⁻¹ [d_in, d_in], its blocks [count, copies, width, width], or its diagonal [d_in]
     weights: list[float]  # of each matrix in the objective, divided by the sum of its dense scores
 
     def sampled(self, count: int, generator: torch.Generator) -> "Group":
@@ -109,9 +109,9 @@ class Objective:
         )
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
-        """The objective; its gradient is accumulated in the rotations that require one.
+        """Return the objective, and accumulate its gradient in the rotations that require gradients.
 
-        The rotations of all spaces, [count, width, width] in float32, are leaves of the graph.
+        The rotations of all spaces, [count, width, width] in float32, must be leaves of the graph.
         """
         total = 0.0
         for block, groups in self.blocks:
@@ -234,7 +234,7 @@ def widest(patterns: Sequence[Pattern]) -> int:
 
 
 class FisherAtZero(GradientStatistic):
-    """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer, the Fisher estimate of the model's loss without it.
+    """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer, the Fisher estimate of the increase in loss without it.
 
     Because ``a_nk · w_k = Σ_t δ_tk (w_k · x_t)``, no weight gradients are needed.
     """
@@ -262,7 +262,7 @@ class FisherAtZero(GradientStatistic):
 
 
 def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
-    """`Group.inverse` from the Gram matrix [d_in, d_in] of the inputs, in float32: only what their rotation needs."""
+    """`Group.inverse` in float32 from the Gram matrix [d_in, d_in] of the inputs: the entries that a rotation needs."""
     unit = float(gram.diagonal().double().mean())
     factor, _ = escalate(DAMPING, lambda damping: damped_inverse_factor(gram, unit, damping))
     if reads is None:

@@ -1,16 +1,16 @@
 """Channel permutations of neurons for n:m, by greedy exchanges of columns, after the rotations are learned.
 
-A permutation of the neurons changes only the term of the layer that reads them. The residual stream and the coordinates
-of heads are not permuted, because their rotations include all permutations.
+A permutation of the neurons changes only the objective of the layer whose inputs they are. The residual stream and the
+coordinates of heads are not permuted, because their rotations include all permutations.
 
-n:m keeps the n largest scores of every m consecutive columns of a row. With column x at position p, and its other
+n:m keeps the n largest scores of every m consecutive columns of a row. With column x at position p, and the other
 columns unchanged, a group of m keeps
 
     T_p + Σ_rows max(q_p, x),    q_p the n-th largest score of the other columns in a row
 
 A table of this sum for every position and column, added to its transpose, is therefore the gain of every exchange of
-two columns. Exchanges between disjoint groups are independent. In every round, each two groups that prefer one another
-apply their best exchange, until none has a gain.
+two columns. Exchanges between disjoint groups are independent. In every round, groups that prefer each other apply
+their best exchange, until no exchange has a gain.
 
 The table consists of L1 distances, ``max(q, x) = (q + x + |q - x|) / 2``. For a large matrix it is approximated by a
 matrix product: ``max(q, x) = q + x - min(q, x)`` with ``min(q, x) ≈ Σ_k w_k a_k(q) a_k(x)`` and ``a_k(x) =
@@ -32,7 +32,7 @@ from .spaces import Space
 
 # The search stops after the first round with a smaller relative gain, or after this many rounds.
 GAIN, ROUNDS = 1e-4, 200
-# The edges of a row, denser at large scores, which decide what is kept: the removed sum is 0.4% too large at most.
+# The edges of a row, denser at the large scores that decide the kept columns: the removed sum is ≤ 0.4% too large.
 QUANTILES = (0.35, 0.6, 0.8, 0.92, 0.98, 1.0)
 # Up to this many pairs of scores, distances are computed exactly, in about 0.2 s on one core.
 EXACT = 2**28
@@ -49,7 +49,7 @@ def permute_channels(
     state: Learned,
     step_done: Callable[[Learned], None] = lambda state: None,
 ) -> None:
-    """Add the missing permutations and their gains to a learned state; `step_done` receives it after every layer."""
+    """Add the missing permutations and their gains to a learned state; `step_done` is called after every layer."""
     learned = rotations(spaces, state)
     leaves = {space: change.float() for space, change in learned.items() if not space.permuted}
     for space, group, matrix, weight, block in _readers(objective, spaces):
@@ -60,7 +60,7 @@ def permute_channels(
             diagonal = rotated_diagonal(group.inverse.to(device), None)
             rotated = {leaf: change.to(device) for leaf, change in leaves.items()}
             patterns = competing(matrix.patterns)
-            # Of all rows: a permutation fitted to some has no gain in the others, whose large weights are elsewhere.
+            # All rows: a permutation fitted to a sample has no gain in other rows, whose large weights are elsewhere.
             values = scores(group, matrix, diagonal, rotated)
         permutation = best_permutation(values, patterns)
         before, after = (float(removed(scored, patterns)) for scored in (values, values[:, permutation.to(device)]))
@@ -73,7 +73,7 @@ def permute_channels(
 def _readers(
     objective: Objective, spaces: Sequence[Space]
 ) -> Iterator[tuple[Space, Group, Matrix, float, AbstractContextManager[None]]]:
-    """The matrices whose columns may be permuted, with their weights in the objective and a context that onloads."""
+    """Yield the matrices whose columns may be permuted, with weights in the objective and an onloading context."""
     places = [(space, place) for space in spaces if space.permuted for place in space.places]
     by_parameter = {id(place.at.parameter): space for space, place in places if place.index is None}
     for block, groups in objective.blocks:
@@ -102,9 +102,9 @@ def _is_exact(rows: int, d_in: int) -> bool:
 
 
 def best_permutation(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """A permutation of columns that reduces the sum of the scores [rows, d_in] that the n:m patterns remove.
+    """Search for a permutation of columns that reduces the sum of the scores [rows, d_in] that n:m patterns remove.
 
-    It is the column at each position, int64 [d_in] in host memory; the identity if no better permutation is found.
+    The result is the column at each position, int64 [d_in] in host memory; the identity if nothing better is found.
     """
     patterns, d_in = competing(patterns), scores.shape[1]
     order = torch.arange(d_in, device=scores.device)
@@ -140,7 +140,7 @@ class _Columns:
         step = max(1, SPREAD // d_in)
         self.slices = [] if self.exact else [slice(start, start + step) for start in range(0, rows, step)]
         positions = [round(quantile * (d_in - 1)) for quantile in QUANTILES]
-        # [intervals, rows of a slice] each
+        # one [intervals, rows] per slice
         self.edges = [self.values[:, rows].sort(0).values[positions] for rows in self.slices]
 
     def larger(self, others: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Columns:
 
 
 def _expand(values: Tensor, edges: Tensor) -> Tensor:
-    """``√w_k a_k`` of scores [count, rows] for the intervals between edges [intervals, rows]: two dimensions."""
+    """``√w_k a_k`` of scores [count, rows] for intervals between edges [intervals, rows]: [count, intervals · rows]."""
     low = torch.nn.functional.pad(edges[:-1], (0, 0, 1, 0))
     size = edges - low
     inside = (values[:, None] - low).clamp_min_(0)
@@ -175,7 +175,7 @@ class _Table:
         self.table[positions] = self.columns.larger(self.others(order, positions).flatten(0, 1))
 
     def others(self, order: Tensor, positions: Tensor) -> Tensor:
-        """q of some positions, which are whole groups: [groups, m, rows]."""
+        """q, the n-th largest of the other scores in a group, at positions of whole groups: [groups, m, rows]."""
         n, m = self.pattern.n, self.pattern.m
         groups = self.columns.values[order[positions]].unflatten(0, (len(positions) // m, m))
         high = groups.topk(n + 1, dim=1).values
@@ -193,7 +193,7 @@ class _Table:
         return gains
 
     def gained(self, order: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """The exact gain in kept scores, [count], of independent exchanges of positions int64 [count] each."""
+        """The exact gains in kept scores, [count], of independent exchanges; `first` and `second` are int64 [count]."""
         m, gained = self.pattern.m, self.columns.sums.new_zeros(len(first))
         for position, other in ((first, second), (second, first)):
             group = (position // m * m)[:, None] + torch.arange(m, device=position.device)

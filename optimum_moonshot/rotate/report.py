@@ -11,10 +11,10 @@ ROTATION_NAME = "moonshot_rotation.json"
 
 @dataclasses.dataclass(frozen=True)
 class RotationReport(JsonFields):
-    """A change of a model's basis, which preserves its function.
+    """The report of a change of basis, which preserves the model's function.
 
-    The objective is the fraction of the scores of all weights that pruning would remove: the mean over the matrices of
-    the fraction in each, weighted by `weighted`.
+    The objective is the fraction of a matrix's scores that pruning would remove, averaged over the matrices with the
+    weights that `weighted` names.
     """
 
     spaces: dict[str, tuple[int, int]]  # name → number and width of rotations
@@ -47,7 +47,7 @@ class RotationReport(JsonFields):
         return ", and ".join(change for change in (self.rotations, permuted, scaled) if change)
 
     def line(self) -> str:
-        """One line of text."""
+        """Summarize the rotation in one line of text."""
         change = f"objective {self.objective_before:.4f} → {self.objective_after:.4f}"
         refused = "".join(f"; not the {name}: {why}" for name, why in self.refused.items())
         untied = f"; the untied head takes {self.untied_bytes / 2**20:.2f} MiB more" if self.untied_bytes else ""

@@ -36,10 +36,10 @@ SAVED_EVERY = 10
 
 @contextmanager
 def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
-    """Rotate the dense model for the patterns of the variants, and restore it if the block fails.
+    """Rotate the dense model for the patterns of the variants, and restore it if the body of the context fails.
 
-    The store of the first variant has the state of learning. If the model does not stay rotated (`stays`), each variant
-    rotates it when its weights are written. Yields the seconds of the rotation.
+    The state of learning is in the store of the first variant. Unless the model `stays` rotated, it is rotated again
+    whenever the weights of a variant are written. Yields the seconds of the rotation.
     """
 
     def patterns(layer: PrunableLayer) -> list[Pattern]:
@@ -111,7 +111,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
 
 
 def _from_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
-    """The state that the first process learns or has stored, in all processes."""
+    """Return the state that the first process learns or has stored, in all processes."""
 
     def saved() -> tuple[Any, ...] | None:
         state = learn()
@@ -124,7 +124,7 @@ def _from_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Lear
 def _learn(
     prepared: Prepared, store: ResultStore, basis: Basis, objective: Objective, state: Learned | None
 ) -> Learned:
-    """Learn rotations, then permutations, then scales; resumes the state of an interrupted run."""
+    """Learn rotations, then permutations, then scales; resume from the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
     steps, shown = config.rotation_steps, prepared.subject.progress
 

@@ -63,7 +63,7 @@ class OutputMoments(GradientStatistic):
 
 
 def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]) -> None:
-    """Add the factors of the spaces to scale to a learned state; `moments` has their `OutputMoments` by name."""
+    """Add the factors of all scaled spaces to a learned state; `moments` has the `OutputMoments` by space name."""
     learned = rotations(spaces, state)
     for space in spaces:
         if not space.scaled or space.name not in moments:

@@ -30,14 +30,14 @@ class Folding:
     """A norm, and the matrices that follow it, into which its gain can be folded."""
 
     norm: Norm
-    readers: tuple[Axis, ...]  # empty if not only matrices read its outputs, or if these have other inputs too
+    readers: tuple[Axis, ...]  # empty unless its outputs are inputs of matrices only, and their only inputs
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
     """`count` vector spaces of `width` coordinates, and all axes with these coordinates.
 
-    A rotation R multiplies each axis from the right, p → p R, both of parameters that read and that write the space
+    A rotation R multiplies the axes of all parameters from the right, p → p R, whether they read or write the space
     (y → Rᵀ y). If the coordinates are `permuted`, R is a permutation. If they are `scaled`, positive factors multiply
     the parameters that write, and divide those that read.
     """
@@ -47,7 +47,7 @@ class Space:
     count: int
     fixes_ones: bool  # R must fix the vector of ones
     places: tuple[Place, ...]
-    foldings: tuple[Folding, ...] = ()  # the norms with gains that differ
+    foldings: tuple[Folding, ...] = ()  # norms whose gains are not uniform
     norms: tuple[Folding, ...] = ()  # all norms
     permuted: bool = False
     scaled: bool = False
@@ -65,7 +65,7 @@ class Space:
 
 
 def occupied_axes(spaces: Iterable[Space]) -> set[Axis]:
-    """The axes with coordinates of some spaces."""
+    """Return the axes that have coordinates of the given spaces."""
     return {place.at for space in spaces for place in space.places}
 
 

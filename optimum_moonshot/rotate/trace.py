@@ -140,7 +140,7 @@ class Trace:
             self.results = [leaf for leaf in tree_leaves(_call(self.model, batch)) if _is_floating(leaf)]
 
     def readings(self) -> Iterator[Reading]:
-        """The dependences of all inputs on all leaves, node by node, then those of the model's result."""
+        """Yield the dependences of all inputs on all leaves, node by node, then of the model's result."""
         flat = [(place, leaf) for place, node in enumerate(self.nodes) for leaf in node.leaves]
         for place, node in enumerate(self.nodes):
             for tensor in node.inputs:
@@ -190,7 +190,7 @@ class Trace:
 
 
 def _is_sum(tensor: Tensor, terms: Sequence[tuple[Tensor, Tensor]], generator: torch.Generator, trials: int) -> bool:
-    """Whether a tensor is the sum of its linear dependences on some leaves with their values.
+    """Whether a tensor x is the sum of its linear dependences on some leaves, given with their values.
 
     Then ⟨c, x⟩ is the sum of ⟨gradient, leaf⟩ for every c. Each trial has a random c, because the coarse tolerance of
     16 bits permits coincidences.
@@ -211,14 +211,14 @@ def _is_sum(tensor: Tensor, terms: Sequence[tuple[Tensor, Tensor]], generator: t
 def vjp(output: Tensor, cotangent: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Vector–Jacobian products of an output of the run with respect to leaves; None if there is no dependence.
 
-    A leaf may be a parameter that is frozen again since the run. `MoonshotError` if the model cannot be differentiated.
+    A leaf may be a parameter that was frozen after the run. Raises `MoonshotError` if the model is not differentiable.
     """
     frozen_leaves = [leaf for leaf in leaves if not leaf.requires_grad]
     try:
         for leaf in frozen_leaves:
             leaf.requires_grad_(True)
         return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
-    except (AssertionError, NotImplementedError) as error:  # of a backward pass that the model defines
+    except (AssertionError, NotImplementedError) as error:  # from a backward pass that the model defines
         raise MoonshotError(f"the model cannot be differentiated: {reason(error)}", field="rotation") from error
     finally:
         for leaf in frozen_leaves:
@@ -238,8 +238,8 @@ def random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 class _Products(TorchFunctionMode):
     """Intercepts `functional.linear` with a parameter of a model, a slice of it, or its cast to another dtype.
 
-    Parameters are recognised by the address of their storage. `see` receives the parameter's id (always that of its
-    placeholder, if it is offloaded), the inputs and the call, and returns the result.
+    Parameters are recognised by the address of their storage. `see` is called with the parameter's id (the id of the
+    placeholder, if it is offloaded), the inputs and the product, and returns the result.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
@@ -347,7 +347,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
 
 def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) -> Node | None:
     layer = find_layer(module)
-    if layer is not None and layer.unprunable() is None:  # also one that the probe does not reach
+    if layer is not None and layer.unprunable() is None:  # even if the probe does not reach it
         out, into = layer.axes
         bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()
         reads = (Axis(module, "weight", into),) if layer.groups == 1 else ()

@@ -123,7 +123,7 @@ def _sweep(
 
 
 def _config(args: argparse.Namespace, seed: int) -> "MoonshotConfig":
-    """The configuration that the variants of a seed share; checks all variants before anything is loaded."""
+    """Return the configuration that the variants of a seed share; check all variants before anything is loaded."""
     from ..objective.patterns import implies_sparsity
     from .variants import combinations
 

@@ -57,11 +57,11 @@ class SweepReport:
         return list(dict.fromkeys((entry.pattern, entry.sparsity) for entry in self.entries))
 
     def best(self, pattern: str | None = None, sparsity: float | None = None) -> SweepEntry:
-        """The entry with the best metric of one pattern and sparsity; the larger of equal λ.
+        """Return the entry with the best metric of one pattern and sparsity, at the larger λ if two are equal.
 
         Args:
             pattern: "unstructured", "structured" or "n:m"; required if the sweep has several.
-            sparsity: fraction of the weights removed, in [0, 1]; likewise.
+            sparsity: fraction of the weights removed, in [0, 1]; required if the sweep has several.
 
         Raises:
             MoonshotError: no such entry, or entries of several patterns or sparsities.
@@ -155,14 +155,14 @@ def means(reports: Sequence[SweepReport]) -> dict[tuple[str, float, float], Mean
 def mean(values: Sequence[float]) -> Mean:
     """Mean and standard error."""
     values = list(values)
-    if not all(abs(value) < 1e150 for value in values):  # whose squares overflow, or NaN
+    if not all(abs(value) < 1e150 for value in values):  # NaN, or values whose squares overflow
         return Mean(sum(values) / len(values), math.nan if len(values) > 1 else 0.0)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return Mean(statistics.fmean(values), error)
 
 
 def choice(reports: Sequence[SweepReport], pattern: str, sparsity: float) -> float | None:
-    """The λ with the best mean of one pattern and sparsity, the larger of equal ones; None if every metric is NaN."""
+    """Return the λ with the best mean metric, the larger λ if two are equal; None if every metric is NaN."""
     values = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
     candidates = [lam for lam, value in values.items() if not math.isnan(value)]
     return max(candidates, key=lambda lam: (values[lam] if reports[0].maximize else -values[lam], lam), default=None)
@@ -198,7 +198,7 @@ def label(pattern: str, sparsity: float) -> str:
 
 
 def _with_nan(values: Any, *fields: str) -> Any:
-    """An object with NaN for null in some of its fields, as `_finite` writes it."""
+    """Replace null, which `_finite` writes, by NaN in some fields of a JSON object."""
     if not isinstance(values, dict):
         return values
     return {name: math.nan if value is None and name in fields else value for name, value in values.items()}
@@ -258,7 +258,7 @@ def plot_by_lambda(reports: Sequence[SweepReport], path: str | os.PathLike[str])
 
 
 def plot_by_sparsity(reports: Sequence[SweepReport], path: str | os.PathLike[str]) -> None:
-    """Plot the metric against unstructured sparsity, for the best λ of each and the single-objective baseline."""
+    """Plot the metric against unstructured sparsity, for the best λ and the λ of the single-objective baseline."""
     from matplotlib.ticker import FixedFormatter, FixedLocator  # late: importing matplotlib is slow
 
     solver, single = plain(reports[0].solver), baseline_lam(reports[0].solver)
@@ -305,7 +305,7 @@ def _changes(reports: Sequence[SweepReport]) -> dict[tuple[str, float, float], M
 
 
 def _panels(reports: Sequence[SweepReport], relative: bool) -> tuple[Figure, list[Any]]:
-    """Axes for the metric, and if `relative` others for its changes."""
+    """Return a figure with axes for the metric and, if `relative`, further axes for its changes."""
     from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
 
     figure = Figure(figsize=(9.5 if relative else 7, 4.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""Many variants of a pruning on one calibration: λ, sparsities and patterns (MOONSHOT, arXiv 2604.13287, section 4.3).
+"""Variants of a pruning from one calibration: λ, sparsities and patterns (MOONSHOT, arXiv 2604.13287, section 4.3).
 
 A sweep measures a metric of every variant; the model has the weights of a variant only during its measurement. A
 sparsity path is a model at several sparsities from one elimination per layer: a solver that ranks removals
@@ -52,7 +52,7 @@ class Sweep:
         return self._variant(entry).applied()
 
     def choose(self, entry: SweepEntry) -> PruneReport:
-        """Write a variant into the model.
+        """Write a variant into the model, and return its report.
 
         Raises:
             MoonshotError: an entry of another sweep, or a call inside `applied`.
@@ -73,7 +73,7 @@ def sweep(
     maximize: bool,
     work_dir: str | os.PathLike[str] | None,
 ) -> Sweep:
-    """Calibrate once, solve and measure every variant of the grid, as `MoonshotPruner.sweep` describes."""
+    """Calibrate once, then solve and measure every variant of the grid; see `MoonshotPruner.sweep`."""
     configs, lambdas = combinations(config, *grid), grid[0]
     message = "give numbers, or leave it out"
     require(lambdas is None or None not in lambdas, message, field="lambdas", value=lambdas)
@@ -130,7 +130,7 @@ def _calibration_metric(prepared: Prepared, loss: float) -> float:
 
 
 def _measure(prepared: Prepared, metric: str | Metric) -> float:
-    """The metric of the model in its present state; a function is called in the first process."""
+    """Return the metric of the model with its current weights; a function is called in the first process only."""
     with evaluation_mode(prepared.model), torch.no_grad():
         if not callable(metric):
             return float(_calibration_metric(prepared, mean_loss(prepared)))
@@ -187,14 +187,14 @@ class SparsityPath:
         return list(self._variants)
 
     def applied(self, sparsity: float) -> AbstractContextManager[None]:
-        """A context in which the model has the weights of one sparsity, and afterwards its previous ones."""
+        """A context in which the model has the weights of one sparsity; afterwards it has its previous weights."""
         return self._variant(sparsity).applied()
 
     def apply(self, sparsity: float) -> PruneReport:
         """Write the weights of one sparsity into the model; others can be applied later.
 
         Returns:
-            The report, which is also that of the pruner.
+            The report, which becomes the report of the pruner.
 
         Raises:
             MoonshotError: a sparsity that is not on the path, or a call inside `applied`.
@@ -202,7 +202,7 @@ class SparsityPath:
         variant = self._variant(sparsity)
         check_idle(variant.model, "apply")
         variant.commit(keep=True)
-        # The calibration passes are shared; the variants have divided the time of the solver.
+        # All variants share the calibration passes; the solver's time is counted per variant.
         calibrating = self._solved.seconds - sum(variant.solving for variant in self._solved.variants)
         seconds = {"calibration": calibrating, "solver": variant.solving, "total": calibrating + variant.solving}
         return self._report(variant.report(self._solved.prepared, seconds))
@@ -225,7 +225,7 @@ def prune_path(
     work_dir: str | os.PathLike[str] | None,
     report: Callable[[PruneReport], PruneReport],
 ) -> SparsityPath:
-    """Solve for `MoonshotPruner.prune_path`; `report` receives the report of every sparsity that is applied."""
+    """Implement `MoonshotPruner.prune_path`; `report` is called with the report of every sparsity that is applied."""
     check_ranked(config, sparsities)
     selections = select_layers(subject.model, combinations(config, [config.lam], sparsities, None))
     return SparsityPath(solve_variants(subject, selections, calibration, work_dir), report)

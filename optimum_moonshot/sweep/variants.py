@@ -1,4 +1,4 @@
-"""Variants of a pruning that share one calibration: of a sweep, or of a sparsity path.
+"""Variants of a pruning that share one calibration, for a sweep or a sparsity path.
 
 The statistics of a layer do not depend on λ, sparsity and pattern, so each layer is solved for every variant while its
 statistics are in memory. The model stays dense.
@@ -38,7 +38,7 @@ def combinations(
     sparsities: Sequence[float] | None,
     patterns: Sequence[str] | None,
 ) -> list[MoonshotConfig]:
-    """The configuration with every combination of values; None stands for `LAMBDAS`, or the configuration's value.
+    """Combine the configuration with all given values; None stands for `LAMBDAS`, or the configuration's value.
 
     An n:m pattern implies its sparsity, and occurs once for each λ; a λ of None is the default.
 
@@ -86,7 +86,7 @@ class Solved:
 
 
 def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selection]:
-    """The selection of each configuration; they differ in λ, sparsity and pattern.
+    """Return the selection of each configuration; the configurations differ in λ, sparsity and pattern.
 
     Raises:
         MoonshotError: a pattern that does not fit the same layers as another.
@@ -110,7 +110,7 @@ def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
 
 
 def _widest(selections: list[Selection]) -> Selection:
-    """The selection with the smallest λ, which needs the statistics of all others."""
+    """Return the selection with the smallest λ, whose statistics suffice for all others."""
     return min(selections, key=lambda selection: selection.lam)
 
 
@@ -121,7 +121,7 @@ def solve_variants(
     work_dir: str | os.PathLike[str] | None,
     measure: Callable[[Prepared], None] = lambda _: None,
 ) -> Solved:
-    """Read the data, and solve every layer for every variant, with a folder in `work_dir` for the results of each.
+    """Read the data, and solve every layer for every variant; results are stored in a folder per variant in `work_dir`.
 
     `measure` is called when the data have been read, while the model is dense and not rotated.
     """
@@ -150,7 +150,7 @@ def solve_variants(
 
 @contextmanager
 def released_on_failure(variants: list[Variant]) -> Iterator[None]:
-    """A context that releases the folders of the variants for other runs if it fails."""
+    """A context that, if its body fails, releases the folders of the variants for other runs."""
     try:
         yield
     except BaseException:
