@@ -1,14 +1,14 @@
 """Recovery without labels: tune the surviving weights of each block to reproduce the dense block.
 
-Two streams of cached hidden states pass through the blocks. The hidden states of the dense model, d, give each block g
-its targets; those of the recovered prefix, h, are its inputs, exactly as in the pruned model:
+Two streams of cached hidden states pass through the blocks. The targets of a block are the outputs g(d) of the dense
+block for the hidden states d of the dense model; its inputs are the hidden states h of the recovered prefix:
 
     min over the surviving weights of block f:   mean over tokens of |f(h) - g(d)|² / |g(d)|²
 
 "blockwise" starts from the pruned weights of the run, "gradual" prunes each block again in stages (gradual.py). Results
 are stored block by block, so that an interrupted recovery resumes at its block. Only one block's optimizer state is in
-memory. Norms, biases and matrices that are not pruned train only in blocks that lose neurons, heads, experts or
-directions of the residual stream.
+memory. Norms, biases and matrices that are not pruned train only in blocks from which neurons, heads, experts or
+directions of the residual stream are removed.
 """
 
 import time
@@ -35,7 +35,7 @@ from .tuning import BlockTask, Tuner, padding_mask, step_parts
 
 @dataclass(frozen=True)
 class SmallerBlocks:
-    """Blocks that lose parts of their tensors, not only zeros."""
+    """Blocks whose tensors become smaller, instead of only sparse."""
 
     tensors: Callable[[Block], Tensors]  # the smaller tensors of an onloaded block, by name in the block
     configured: Callable[[], AbstractContextManager[None]]  # a context in which blocks run with these tensors
@@ -77,8 +77,8 @@ class Recovery:
 
     Args:
         prepared: the dense model with the data.
-        variant: its store has the pruned weights when the recovery runs, and receives the recovered ones.
-        smaller: the blocks, where they lose experts.
+        variant: when the recovery runs, its store has the pruned weights; the recovered weights are added to the store.
+        smaller: the blocks without the removed experts, if experts are removed.
 
     Raises:
         MoonshotError: no data, or no pruned layers in sequential blocks.
@@ -117,12 +117,12 @@ class Recovery:
         self.shared = shared_names(model, self.blocks)
 
     def batches(self) -> list[Batch]:
-        """The batches, which become smaller by backoff."""
+        """The batches, split further after a shortage of memory."""
         samples = self.backoff.samples.size
         return self.whole_batches if samples is None else split_batches(self.whole_batches, samples)
 
     def run(self) -> float:
-        """Recover every block that is not recovered yet; returns the seconds."""
+        """Recover every block that is not recovered yet, and return the seconds."""
         started = time.perf_counter()
         total, subject = sum(bool(block.layers) for block in self.blocks), self.prepared.subject
         with progress_bar(total=total, desc="recovering", unit="block", shown=subject.progress) as bar:
@@ -147,14 +147,14 @@ class Recovery:
         inputs = [call.hidden for call in walk.calls[walk.lowest]]
         masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, inputs, strict=True)]
         dense = DenseBlocks.of(prepared, batches, walk)
-        if prepared.subject.teacher is None:  # the states of the dense blocks are these hidden states themselves
+        if prepared.subject.teacher is None:  # copies: dense blocks overwrite these hidden states
             inputs = [prepared.storage.put(hidden, "inputs of recovered blocks") for hidden in inputs]
         for i in range(walk.lowest, walk.highest + 1):
             task = BlockTask(self.blocks[i].module, walk.calls[i], inputs, dense.targets, masks)
             yield RecoveryStage(self, i, task, dense, i == walk.highest)
 
     def student(self, block: Block) -> StudentBlock:
-        """An onloaded block with its pruned weights. Parameters that are shared with other blocks do not train."""
+        """Return an onloaded block with its pruned weights; parameters shared with other blocks do not train."""
         parameters, modules = set(map(id, block.module.parameters())), set(block.module.modules())
         layers = [layer for layer in self.variant.layers if layer in self.store and id(layer.parameter) in parameters]
         tuned = {layer.name for layer in layers if modules.issuperset(layer.modules)}

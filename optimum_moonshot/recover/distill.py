@@ -6,9 +6,9 @@ on the calibration samples, by Adam with a cosine schedule (Hinton et al., arXiv
 labels). Zeros of pruned layers stay zeros, and survivors on a grid stay on it. The result is the evaluated state with
 the least divergence on held-out samples, or the pruned weights if none has less.
 
-The model stays dense: a copy trains (student.py), where run.py places it, on cached outputs of the teacher. Several
-processes divide the samples of each step, and sum their gradients. Each evaluation saves the state, so that a killed
-run continues bit for bit.
+The model stays dense: a copy (student.py) trains on cached outputs of the teacher, on the device that run.py chooses.
+Several processes divide the samples of each step, and sum their gradients. The state is saved after each evaluation, so
+that a killed run continues bit for bit.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class DistillState(Progress):
     """The progress of a distillation; losses are divergences from the teacher, in nats per row of logits."""
 
     first: float = math.inf  # loss of the pruned weights
-    samples: int = 1  # of a pass, at most
+    samples: int = 1  # the most samples of a pass
     recomputes: bool = False  # whether blocks recompute their activations in the backward pass
 
     def save(self, store: ResultStore, optimizer: Optimizer) -> None:
@@ -58,14 +58,14 @@ class DistillState(Progress):
             adam = optimizer.adam.state[value]
             values = (self.best_values[name], value.detach(), adam["exp_avg"], adam["exp_avg_sq"])
             for part, tensor in zip(_PARTS, values, strict=True):
-                tensors[f"{part} {name}"] = tensor.to(HOST).contiguous()  # a transposed weight is not
+                tensors[f"{part} {name}"] = tensor.to(HOST).contiguous()  # a transposed weight is not contiguous
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del numbers["best_values"]
         store.put_training(tensors, numbers)
 
     @classmethod
     def resumed(cls, store: ResultStore, ranks: Ranks, optimizer: Optimizer) -> "DistillState | None":
-        """The state of an interrupted run in all processes, of which the first has the folder; None without one."""
+        """Load the state of an interrupted run in all processes, from the folder of the first; None without one."""
         saved = store.training() if ranks.is_main else None
         numbers: dict[str, Any] | None = ranks.broadcast_object(None if saved is None else saved[1])
         if numbers is None:
@@ -89,7 +89,7 @@ class Cached:
 
     batch: Batch
     cache: Tensor
-    weights: Tensor  # of the rows of the logits, in host memory
+    weights: Tensor  # float32, one for each row of the logits, in host memory
 
     def pieces(self, samples: int) -> Iterator["Cached"]:
         for start in range(0, batch_size(self.batch), samples):
@@ -98,7 +98,7 @@ class Cached:
 
 
 class Distillation(Trainer):
-    """Trains a copy of the dense, frozen model of a run; the store has the pruned weights, and receives the result."""
+    """Trains a copy of a run's dense, frozen model; the store has the pruned weights and, later, the result."""
 
     student: StudentModel
     state: DistillState
@@ -114,7 +114,7 @@ class Distillation(Trainer):
         super().__init__(config, sizes, [*map(batch_size, self.batches)], config.seed)
 
     def run(self) -> float:
-        """Distill in all processes, unless the store has the result; returns the seconds."""
+        """Distill in all processes, unless the store has the result; return the seconds."""
         started, store = time.perf_counter(), self.variant.store
         if MODEL in store.blocks:
             return 0.0
@@ -142,21 +142,21 @@ class Distillation(Trainer):
         return time.perf_counter() - started
 
     def _record(self, indices: list[int]) -> list[Cached]:
-        """This process's samples of some batches, with the teacher's outputs."""
+        """Return this process's samples of some batches, with the teacher's outputs."""
         batches = [self.batches[index] for index in indices]
         samples = self.ranks.shard(sample_count(batches))
         batches = samples_between(batches, samples.start, samples.stop)
         return [Cached(batch, *self.teacher.record(to_device(batch, self.device))) for batch in batches]
 
     def _train(self) -> None:
-        """Train until the end of the schedule, or of the gains on the held-out samples."""
+        """Train until the schedule ends, or the held-out divergence no longer falls."""
         optimizer, store = Optimizer(self.student, self.lr), self.variant.store
         resumed = DistillState.resumed(store, self.ranks, optimizer)
         if resumed is None:
             self._start()
         else:
             self.state, self.taken = resumed, resumed.step
-            next(itertools.islice(self.order, self.taken, self.taken), None)  # skip their samples
+            next(itertools.islice(self.order, self.taken, self.taken), None)  # skip the samples of these steps
             note = f"{self.taken} steps of the distillation were reused from an interrupted run"
             self.variant.notes.append(note)
         state, shown = self.state, self.prepared.subject.progress
@@ -170,8 +170,8 @@ class Distillation(Trainer):
     def _start(self) -> None:
         """Set the state before the first step.
 
-        The activations of one sample determine the samples of a pass; if not even one fits, they are recomputed. The
-        gradients and moments of the first step are not allocated yet.
+        The activations of one sample determine the samples of a pass; if not even one sample fits, activations are
+        recomputed. The free bytes exclude gradients and moments, which are allocated only in the first step.
         """
         training = [cached for shard in self.group_shards for cached in shard]
         state = self.state = DistillState(best_values=self.student.snapshot())
@@ -188,19 +188,19 @@ class Distillation(Trainer):
         state.first = state.best = state.last = self.loss()
 
     def _recompute(self, reason: str) -> None:
-        """Recompute activations in backward passes from now on; `reason` completes the note about a sample's."""
+        """Recompute activations in backward passes from now on; `reason` is the end of the note in the report."""
         self.state.recomputes = True
         self.variant.notes.append(f"activations were computed again in backward passes: a sample's {reason}")
 
     def _activations(self, piece: Cached) -> int:
-        """The bytes that the backward pass of a sample needs besides the weights, and three times its logits."""
+        """The bytes that are saved for the backward pass of a sample, without weights, plus three times its logits."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.student.module.parameters()}
         saved: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = 0 if storage.data_ptr() in weights else storage.nbytes()
-            return tensor.detach()  # an output that its own node holds would never be collected
+            return tensor.detach()  # a node that refers to its own output would never be freed
 
         with saved_tensors_hooks(count, lambda tensor: tensor):
             logits = self._logits(piece)
@@ -221,7 +221,7 @@ class Distillation(Trainer):
         return sum(self.ranks.all_gather_object(self._passes(self.heldout_shard))) / self.heldout_rows
 
     def _passes(self, shard: list[Cached], rows: float | None = None) -> float:
-        """The divergence on samples of this process, summed; with `rows`, add its gradient divided by them."""
+        """Return the divergence, summed over this process's samples; with `rows`, add its gradient / `rows`."""
         state, training = self.state, rows is not None
         while True:
             total = 0.0
@@ -236,12 +236,12 @@ class Distillation(Trainer):
                             logits.backward(gradient / rows)
                 return total
             except PassTooLarge:
-                pass  # its traceback refers to tensors of the pass
+                pass  # shrink after the handler: the traceback refers to tensors of the pass
             self.student.clear_gradients()
             self._shrink(shard)
 
     def _shrink(self, shard: list[Cached]) -> None:
-        """After a pass that did not fit: smaller batches or caches, then recomputed activations.
+        """Reduce the memory of a pass that did not fit: smaller batches or caches, then recomputed activations.
 
         Raises:
             torch.OutOfMemoryError: nothing is left to be halved or recomputed.

@@ -33,7 +33,7 @@ STAGES = 6  # fewer lose accuracy; each costs a pass of the data through the blo
 
 
 def stage_patterns(pattern: Pattern) -> list[Pattern]:
-    """The patterns of a layer in each stage; the last is its final pattern, and the only one with its grid."""
+    """The patterns of a layer by stage; only the last, the final pattern, has the grid."""
     fractions = [1 - (1 - q / STAGES) ** 3 for q in range(1, STAGES)]
     if isinstance(pattern, NM):
         removed = [round(fraction * (pattern.m - pattern.n)) for fraction in fractions]
@@ -45,8 +45,8 @@ def stage_patterns(pattern: Pattern) -> list[Pattern]:
 class StagePruning(Task):
     """Solves the layers of a student for their patterns, from statistics of the current block.
 
-    No result is written to the student before all are solved, so that every pass observes the same block even if the
-    memory requires several.
+    No result is written to the student before all are solved, so that every pass observes the same block even if
+    several are needed to save memory.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ def tune_gradually(tuner: Tuner, solver: Solver, backoff: Backoff, batches: Call
     Half of the steps follow the last stage; the others are divided evenly among the earlier stages.
 
     Args:
-        tuner: of the block with its pruned weights.
-        solver: of the run.
-        backoff: may make the batches smaller.
-        batches: the data.
+        tuner: the tuner of the block with its pruned weights.
+        solver: the solver of the run.
+        backoff: reduces the size of batches if memory is short.
+        batches: returns the batches of the data.
 
     Returns:
-        Notes.
+        Notes for the report.
 
     Raises:
         MoonshotError: activations that are not finite, or too little memory for the statistics.

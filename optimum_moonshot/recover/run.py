@@ -1,6 +1,6 @@
-"""The recovery that a run is configured with: end to end where the memory suffices, else block by block.
+"""The choice of a run's recovery: end to end if the memory suffices, else block by block.
 
-End-to-end training (recover="distill") is placed by the first rule below that has room.
+End-to-end training (recover="distill") follows the first rule below for which the memory suffices.
 
 1. Everything on the device: the copy of the model, float32 masters, gradients and moments.
 2. The copy on the device; masters, gradients and moments in host memory.
@@ -28,7 +28,7 @@ from .tuning import part_size
 
 
 def plan_recovery(prepared: Prepared, variant: Variant) -> Callable[[], float]:
-    """Prepare the recovery of a run before its first layer; a note in the variant explains another place or kind.
+    """Prepare the recovery of a run before its first layer; a note in the variant explains a fallback.
 
     Returns:
         A function that all processes call after the last layer; it returns the seconds.
@@ -63,7 +63,7 @@ class TrainingBytes:
 
     @classmethod
     def of(cls, model: nn.Module, grids: bool) -> "TrainingBytes":
-        """`grids`: whether weights on a grid have latent masters."""
+        """Compute the bytes for a model; `grids` is whether weights on a grid have latent masters."""
         copy = state = total = 0
         for parameter in model.parameters():
             count, wide = parameter.numel(), parameter.dtype in (torch.float32, torch.float64) and not grids
@@ -83,13 +83,13 @@ class Placement:
 
     @classmethod
     def choose(cls, size: TrainingBytes, device: torch.device, free: int, host: int) -> "Placement":
-        """The first place with room.
+        """Return the first placement for which the memory suffices.
 
         Args:
-            size: of the training.
-            device: of the model.
-            free: bytes there.
-            host: bytes in host memory; on a CPU the same.
+            size: the bytes of the training.
+            device: the device of the model.
+            free: free bytes on the device.
+            host: free bytes in host memory; equal to `free` on a CPU.
         """
         if not is_gpu(device):
             needed = size.copy + size.state + size.best
@@ -111,7 +111,7 @@ class Placement:
 
     @classmethod
     def within(cls, size: TrainingBytes, storage: Storage) -> "Placement":
-        """Like `choose`, by the memory that a run has left."""
+        """Like `choose`, for the memory that is left in the storage of a run."""
         place = HOST if HOST in storage.limits else storage.device
         return cls.choose(size, storage.device, storage.available(), storage.limits[place] - storage.used[place])
 

@@ -5,7 +5,7 @@ The model itself does not change. Zeros of pruned matrices have zero gradients, 
 Weights on a grid have latent masters, which every forward pass rounds, with a straight-through gradient: the codes are
 c = round(v/s), clipped to ±top, and the weights c·s. The gradient of a scale is that of LSQ (Esser et al., arXiv
 1902.08153): dw/ds = c - v/s where v/s is inside the grid, ±top outside. Latent weights outside receive gradients too;
-zero gradients there measured the same.
+zero gradients there gave the same results.
 """
 
 import math
@@ -83,7 +83,7 @@ class Master:
             self.used.grad = None
 
     def gradient(self) -> Tensor:
-        """The gradient of the value; zeros for a parameter that no pass has read."""
+        """The gradient of the value; zeros if no pass has used the parameter."""
         if self.value.grad is None:
             self.value.grad = torch.zeros_like(self.value)
         return self.value.grad
@@ -94,11 +94,11 @@ def _root_mean_square(values: Tensor) -> float:
 
 
 def on_grid(latent: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    """The nearest weights on a grid, with gradients of both tensors.
+    """Round latent weights to a grid, with gradients for both tensors.
 
     Args:
         latent: [d_out, d_in] in float32.
-        scale: [d_out, groups] in float32; the weights use it in the dtype of the grid.
+        scale: [d_out, groups] in float32; it is rounded to the dtype of the grid.
         grid: its dtype is that of the weights.
 
     Returns:
@@ -128,8 +128,8 @@ class _StraightThrough(torch.autograd.Function):
 class Student:
     """Parameters that train, by name."""
 
-    prefix = ""  # from these names to those in the model
-    snapshot_device: torch.device | None = None  # None: where the values are
+    prefix = ""  # prefix + name here is the name in the model
+    snapshot_device: torch.device | None = None  # None: the device of each value
 
     def __init__(self) -> None:
         self.masters: dict[str, Master] = {}
@@ -142,7 +142,7 @@ class Student:
                 yield f"{name} scale", master.scale
 
     def rates(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """The tensors of `named_parameters` with their learning rates, relative to that of the configuration."""
+        """The tensors of `named_parameters` with their learning rates, relative to the configured rate."""
         for name, master in self.masters.items():
             yield master.value, self.rate(name)
             if master.scale is not None:
@@ -157,7 +157,7 @@ class Student:
     def finish_gradients(self) -> None:
         """Set the gradients of removed weights to zero, so that Adam does not change them."""
         for master in self.masters.values():
-            if master.keep is not None and master.value.grad is not None:  # a pass need not read every parameter
+            if master.keep is not None and master.value.grad is not None:  # a pass may not use every parameter
                 master.value.grad.mul_(master.keep)
 
     def clear_gradients(self) -> None:
@@ -188,7 +188,7 @@ class Student:
         """The weights in the model's dtype.
 
         Returns:
-            Those of pruned layers [d_out, d_in], by layer, and the other parameters, by their names in the model.
+            The weights [d_out, d_in] of pruned layers, by layer name, and other parameters, by name in the model.
         """
         layers, others = Tensors(), Tensors()
         for name, master in self.masters.items():
@@ -206,8 +206,8 @@ class StudentBlock(Student):
         block: onloaded.
         weights: the matrices [d_out, d_in] of all pruned layers with a parameter in the block.
         tuned: names of the layers that train, unless all of their weights are zeros.
-        patterns: of the layers, by name; a grid has the dtype of the model.
-        others: names in the block of other parameters that train: matrices without their zeros, vectors whole.
+        patterns: layer name → pattern; a grid has the dtype of the model.
+        others: names in the block of other parameters that train; zeros of matrices do not train.
         instead: tensors that replace dense ones, by name in the block; they may be smaller.
     """
 
@@ -258,7 +258,7 @@ class StudentBlock(Student):
         return {name: master.layer for name, master in self.masters.items() if master.layer is not None}
 
     def rate(self, name: str) -> float:
-        """Like `Student.rate`; smaller for a vector, and for a bias by the weight beside it, as it may be zero."""
+        """Like `Student.rate`, but smaller for vectors; for a bias, which may be zero, by the weight beside it."""
         if self.masters[name].value.ndim > 1:
             return super().rate(name)
         values = {**self.fixed, **dict(self.named_parameters())}
@@ -295,14 +295,14 @@ class StudentBlock(Student):
 class StudentModel(Student):
     """A copy of a model with pruned weights, all of whose parameters train.
 
-    It computes with masters rounded to the model's dtype, so that every loss is that of the resulting weights; float16
-    ones are widened for the passes, whose gradients would underflow.
+    The passes use masters rounded to the model's dtype, so that every loss is the loss of the resulting weights;
+    float16 weights are widened to float32, because their gradients would underflow.
 
     Args:
         model: dense; its blocks may be offloaded.
-        pruned: the pruned layers and their matrices [d_out, d_in]. Their zeros stay zeros, like those of other matrices
-            that were pruned before.
-        patterns: of these layers, by name; a grid has the dtype of the model.
+        pruned: the pruned layers and their matrices [d_out, d_in]. Their zeros stay zeros, like the zeros of other
+            matrices that were pruned before.
+        patterns: layer name → pattern; a grid has the dtype of the model.
         on_host: whether masters, gradients and moments are in host memory.
     """
 
@@ -339,7 +339,7 @@ class StudentModel(Student):
     def _add(
         self, name: str, value: Tensor, dense: Tensor, layer: PrunableLayer | None, pattern: Pattern | None
     ) -> nn.Parameter:
-        """The parameter of the copy; one that trains has a master."""
+        """Return the parameter of the copy; add a master if the parameter trains."""
         used = nn.Parameter(widened(value).contiguous().clone(), requires_grad=value.is_floating_point())
         if not used.requires_grad:
             return used
@@ -350,7 +350,7 @@ class StudentModel(Student):
         else:
             latent = nn.Parameter(value.to(HOST if self.on_host else value.device, wide, copy=True))
             master = Master(latent, value.dtype, layer, used=used)
-            # Without a reference to the master, which would be a cycle that nothing collects.
+            # A weak reference to the master, because a cycle through this hook would never be collected.
             used.register_post_accumulate_grad_hook(partial(Master.collect_gradient, proxy(master)))
         if pattern is not None or (value.ndim > 1 and is_pruned(value)):
             master.keep = master.value.detach() != 0
@@ -360,14 +360,14 @@ class StudentModel(Student):
         return used
 
     def rates(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """Like `Student.rates`; zeros have the rate of the whole model's root mean square."""
+        """Like `Student.rates`, but tensors of zeros get the root mean square of the whole model."""
         values = [master.value.detach() for master in self.masters.values()]
         total, count = sum(float(value.square().sum()) for value in values), sum(map(torch.numel, values))
         whole = math.sqrt(total / max(1, count))
         return ((parameter, rate or whole) for parameter, rate in super().rates())
 
     def finish_gradients(self) -> None:
-        """Like `Student.finish_gradients`, after the sum over all processes; also of latent weights and scales."""
+        """Like `Student.finish_gradients`, after the sum over processes; also for latent weights and scales."""
         for master in self.masters.values():
             if master.grid is not None:
                 gradient, master.value.grad = master.value.grad, None
@@ -376,7 +376,7 @@ class StudentModel(Student):
 
     @contextmanager
     def checkpointed(self, applies: bool) -> Iterator[None]:
-        """Inside the context, the blocks recompute their activations in the backward pass, if that `applies`."""
+        """A context in which, if it `applies`, the blocks recompute their activations in the backward pass."""
         recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         with ExitStack() as stack:
             for _, block in find_blocks(self.module) if applies else ():
@@ -385,12 +385,12 @@ class StudentModel(Student):
 
 
 def to_float32(tensor: Tensor) -> Tensor:
-    """A floating-point tensor in float32; any other as it is."""
+    """Return a floating-point tensor in float32, and any other tensor unchanged."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor in the dtype of the passes: float32 for float16."""
+    """Return a tensor in the dtype of the passes: float32 for float16, else its own dtype."""
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
@@ -415,7 +415,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 def shared_names(model: nn.Module, blocks: Iterable[Block]) -> set[str]:
     """The names of parameters in blocks that are also used outside of their block; no block is onloaded."""
     prefixes = [f"{block.name}." for block in blocks]
-    uses: dict[int, list[tuple[str, str]]] = {}  # parameter → its names, each with the prefix of its block
+    uses: dict[int, list[tuple[str, str]]] = {}  # id of a parameter → (name, prefix of its block) of every use
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         uses.setdefault(id(parameter), []).append((name, inside))

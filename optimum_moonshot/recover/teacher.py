@@ -1,7 +1,7 @@
-"""The dense model as a teacher: of a block, by the outputs of the dense blocks; of a whole model, by its logits.
+"""The dense model as a teacher: the targets of a block are outputs of dense blocks, of a whole model its logits.
 
-A model without a head teaches its output, pooled like in `OutputLoss`, and half the relative squared distance replaces
-the divergence.
+Without a head, the output of the model, pooled like in `OutputLoss`, replaces the logits, and half the relative squared
+distance replaces the divergence.
 
 The teacher of a whole model runs once. Its final hidden states are cached, and its head computes the logits from them
 when they are needed: hidden states are smaller by the ratio of vocabulary to width. Where the head's output is not the
@@ -28,15 +28,15 @@ from ..pipeline.walk import Walk
 from .student import HOST, StudentBlock
 from .tuning import BlockTask
 
-CHUNK = 2**22  # logits of the teacher in float32 at once
+CHUNK = 2**22  # float32 logits of the teacher that are in memory at once
 
 
 @dataclass(eq=False)
 class DenseBlocks:
-    """The blocks of a dense model, and a hidden state on every batch that passes through one after another."""
+    """The blocks of a dense model, and one hidden state per batch, which passes through the blocks in order."""
 
     blocks: Sequence[Block]
-    groups: Sequence[range]  # by recovered block: the dense blocks, of which it replaces the last ones by a linear map
+    groups: Sequence[range]  # by recovered block: its dense block, and the next blocks that a linear map replaces
     calls: Sequence[list[BlockCall]]  # by dense block and batch
     states: list[Tensor]
     targets: list[Tensor]  # the states in the coordinates of the recovered model
@@ -73,7 +73,7 @@ class DenseBlocks:
         return cls(dense.blocks, groups, dense.calls, states, targets, basis)
 
     def advance(self, number: int) -> None:
-        """Replace the states, and so the targets, by the outputs of a block, and of those that it replaces."""
+        """Replace the states, and thereby the targets, by the outputs of the dense blocks of a recovered block."""
         for index in self.groups[number]:
             block = self.blocks[index]
             task = BlockTask(block.module, self.calls[index], self.states, self.states, [])
@@ -106,19 +106,19 @@ def counted(batch: Batch, logits: Tensor) -> Tensor:
 
 
 class Teacher:
-    """The logits of a frozen model in evaluation mode, which does not change while they are used."""
+    """The logits of a frozen model in evaluation mode, whose weights must not change while the logits are used."""
 
     def __init__(self, model: nn.Module, storage: Storage):
         self.model, self.storage = model, storage
         self.pooling = None if has_head(type(model)) else find_pooling(model)
         self.head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-        self.checked = False  # whether the head's output is the model's, by the first batch
+        self.checked = False  # the first batch has shown whether the head's output is the model's
 
     def outputs(self, model: nn.Module, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The logits, or the pooled output, of the teacher or a student, and the weights of `record`.
+        """Return the logits or the pooled output of the teacher or a student, and the weights of `record`.
 
         Raises:
-            MoonshotError: there are none, or they do not show which rows are padding.
+            MoonshotError: there are no logits, or their shape does not show which rows are padding.
         """
         if self.pooling is not None:
             values, mask = pooled_output(model, output, batch, self.pooling)
@@ -153,7 +153,7 @@ class Teacher:
 
     @torch.no_grad()
     def divergence(self, logits: Tensor, cache: Tensor, weights: Tensor) -> tuple[float, Tensor]:
-        """The divergence of a student from the teacher.
+        """Compute the divergence of a student from the teacher.
 
         Args:
             logits: [..., C] of the student.

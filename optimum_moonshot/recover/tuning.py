@@ -22,7 +22,7 @@ from ..model.losses import token_mask
 from .student import Student, StudentBlock, Tensors, to_float32
 
 STEP_SAMPLES = 8  # samples of one optimizer step
-HELDOUT_SHARE = 8  # one in so many samples is held out
+HELDOUT_SHARE = 8  # one in this many samples is held out
 EVALUATIONS = 10  # of the held-out samples, spread evenly over the steps
 PATIENCE = 3  # evaluations without a new best before training stops
 BETAS = (0.9, 0.95)
@@ -30,7 +30,7 @@ TINY = 1e-12  # lower bound of |target|² in the relative error
 
 
 def part_size(num_samples: int) -> int:
-    """The largest number of samples in a batch with which a fraction of them can be held out.
+    """The largest size of a part of the data, in samples, that allows a fraction of them to be held out.
 
     Raises:
         MoonshotError: fewer than 2 samples.
@@ -41,7 +41,7 @@ def part_size(num_samples: int) -> int:
 
 
 def step_parts(num_samples: int) -> list[int]:
-    """The sizes of the parts that steps consist of, the same for any batches of the data.
+    """The sizes, in samples, of the parts that make up the steps; they do not depend on the batches of the data.
 
     Raises:
         MoonshotError: fewer than 2 samples.
@@ -51,7 +51,7 @@ def step_parts(num_samples: int) -> list[int]:
 
 
 def split_heldout(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
-    """The indices of the parts in each optimizer step, and of the held-out ones, which are the last, by their sizes."""
+    """Divide parts of these sizes into optimizer steps and held-out parts, which are the last; return their indices."""
     heldout: list[int] = []
     while len(heldout) + 1 < len(sizes) and sum(sizes[i] for i in heldout) < max(1, sum(sizes) // HELDOUT_SHARE):
         heldout.insert(0, len(sizes) - len(heldout) - 1)
@@ -64,7 +64,7 @@ def split_heldout(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
 
 
 def divide_parts(sizes: list[int], batches: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Like `split_heldout`, with the indices of the batches, by their sizes, that the parts are divided into."""
+    """Like `split_heldout`, but return indices of the batches of the parts; `batches` has the batch sizes."""
     ends, starts = [*itertools.accumulate(sizes)], [0, *itertools.accumulate(batches)][:-1]
     steps, heldout = split_heldout(sizes)
 
@@ -81,7 +81,7 @@ class Optimizer:
     def __init__(self, student: Student, lr: float):
         self.student = student
         groups = [{"params": [value], "lr": lr * rate, "initial": lr * rate} for value, rate in student.rates()]
-        self.adam = torch.optim.Adam(groups, betas=BETAS, foreach=False)  # whose temporaries are as large as the model
+        self.adam = torch.optim.Adam(groups, betas=BETAS, foreach=False)  # True needs temporaries of the model's size
 
     def step(self, rate: float) -> None:
         """Take a step from the gradients of the masters, with a fraction `rate` of the initial learning rates."""
@@ -95,7 +95,7 @@ class Optimizer:
 
 @dataclass
 class Progress:
-    """Where a training is; losses are those of the held-out samples."""
+    """The progress of a training; losses are measured on the held-out samples."""
 
     best: float = math.inf
     last: float = 0.0
@@ -104,7 +104,7 @@ class Progress:
     best_values: Tensors = field(default_factory=dict)  # a snapshot of the student
 
     def evaluated(self, loss: float, student: Student) -> None:
-        """Note a loss of the student; a new best state is copied."""
+        """Record a held-out loss of the student; copy its state if the loss is the least so far."""
         self.last, self.since = loss, self.since + 1
         if loss < self.best:
             self.best, self.since, self.best_values = loss, 0, student.snapshot()
@@ -119,10 +119,10 @@ class Trainer:
     """Trains a student on all samples but the held-out ones.
 
     Args:
-        config: has the number of steps, and the learning rate.
-        sizes: of the parts of the data, from `step_parts`.
-        batches: the sizes of the batches that the parts are divided into.
-        seed: of the order of the steps.
+        config: the configuration with the number of steps and the learning rate.
+        sizes: sizes of the parts of the data, from `step_parts`.
+        batches: sizes of the batches into which the parts are divided.
+        seed: seed of the order of the steps.
     """
 
     student: Student
@@ -150,7 +150,7 @@ class Trainer:
     def train(self, optimizer: Optimizer, progress: Progress) -> Iterator[bool]:
         """Take the remaining steps with a cosine schedule, until the held-out loss no longer falls.
 
-        Yields after every step, with whether the student was evaluated; `progress` then has its best state.
+        Yields after every step whether the student was evaluated; `progress` then has its best state.
         """
         total = progress.step + self.total - self.taken
         every = max(1, total // EVALUATIONS)
@@ -163,11 +163,11 @@ class Trainer:
             yield evaluates
 
     def early_stop(self) -> list[str]:
-        """A note if the training stopped before its last step."""
+        """Return a note if the training stopped before its last step."""
         return [] if self.taken == self.total else [f"stopped after {self.taken} of {self.total} steps"]
 
     def _random_order(self, seed: int) -> Iterator[int]:
-        """The group of each step: all of them in a new random order, endlessly."""
+        """Yield the group of each step: endlessly, all groups in a new random order."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield from torch.randperm(len(self.groups), generator=generator).tolist()
@@ -177,14 +177,14 @@ class Trainer:
 class BlockTask:
     """The cached inputs and targets of a block on every batch, and the relative error between outputs and targets.
 
-    `tensors` replace the block's parameters and buffers by name; hidden states are [B, T, D], or of another shape that
-    the block reads.
+    `tensors` replace the block's parameters and buffers by name; hidden states are [B, T, D], or of another shape
+    that the block accepts.
     """
 
     module: nn.Module
     calls: list[BlockCall]
-    inputs: list[Tensor]  # h
-    targets: list[Tensor]  # g(d)
+    inputs: list[Tensor]  # h, by batch: hidden states of the recovered prefix
+    targets: list[Tensor]  # g(d), by batch: outputs of the dense block
     masks: list[Tensor | None]  # bool [B, T], True where a token counts; None: everywhere
 
     def output(self, index: int, tensors: Tensors, hidden: Tensor, widen: bool = False) -> Tensor:
@@ -220,12 +220,12 @@ class BlockTask:
 
 
 def positions(hidden: Tensor) -> Tensor:
-    """A hidden state as [B, T, D]; one of another number of dimensions has one position per sample."""
+    """A hidden state as [B, T, D]; with another number of dimensions, a sample is one position: [B, 1, D]."""
     return hidden if hidden.ndim == 3 else hidden.flatten(1)[:, None]
 
 
 def padding_mask(batch: Batch, hidden: Tensor) -> Tensor | None:
-    """True at the positions of a hidden state without padding; None: everywhere.
+    """Bool [B, T], True at the positions of a hidden state that are not padding; None if there is no padding.
 
     Raises:
         MoonshotError: the shape of the hidden state does not show which tokens are padding.
@@ -264,7 +264,7 @@ class Tuner(Trainer):
         return self.task.loss(self.heldout, self.student.rounded())
 
     def settle(self, steps: int) -> None:
-        """Take some steps at the initial rate; undo them without a gain on the held-out samples."""
+        """Take some steps at the initial rate; undo them if the held-out loss does not fall."""
         before, values, optimizer = self.loss(), self.student.snapshot(), Optimizer(self.student, self.lr)
         for _ in range(steps):
             self.step(optimizer, 1.0)
@@ -272,7 +272,7 @@ class Tuner(Trainer):
             self.student.restore(values)
 
     def finish(self) -> list[str]:
-        """Take the remaining steps and restore the best evaluated state; returns notes."""
+        """Take the remaining steps and restore the best evaluated state; return notes."""
         progress = Progress(best_values=self.student.snapshot())
         for _ in self.train(Optimizer(self.student, self.lr), progress):
             pass
