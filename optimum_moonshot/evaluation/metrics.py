@@ -64,7 +64,7 @@ class Divergence(Perplexity):
     """A perplexity, and the divergence of the model's predictions from the dense model's predictions."""
 
     kl: float = field(kw_only=True)  # mean of KL(dense ‖ model) over the predicted tokens, in nats
-    agreement: float = field(kw_only=True)  # fraction of the tokens where both models predict the same
+    agreement: float = field(kw_only=True)  # fraction of the positions where both predict the same top token
     dense: float = field(kw_only=True)  # perplexity of the dense model
 
     @property

@@ -1,4 +1,4 @@
-"""The evaluation results of a model, written by `optimum-cli moonshot eval` and compared with those of later models."""
+"""The evaluation results of a model, which `optimum-cli moonshot eval` saves and compares with later results."""
 
 from __future__ import annotations
 

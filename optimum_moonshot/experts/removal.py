@@ -121,7 +121,7 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def apply(self, keep: Mapping[str, Tensor], finish: Callable[[], None] = lambda: None) -> None:
-        """Remove all experts but those of `keep` (mixture → ascending int64 indices), then call `finish`.
+        """Remove all experts except `keep` (mixture → ascending int64 indices), then call `finish`.
 
         If either fails, the model is unchanged.
         """
@@ -137,7 +137,7 @@ class ExpertRemoval:
             finish()
             undo.pop_all()
         for sliced in self.sliced.values():
-            sliced.tensor.grad = None  # the gradient has rows of removed experts
+            sliced.tensor.grad = None  # the gradient still has the removed experts
 
     def _by_weights(self) -> dict[Weights, list[Sliced]]:
         """Group the tensors by the `Weights` of their block."""
@@ -148,7 +148,7 @@ class ExpertRemoval:
 
     @staticmethod
     def _cut(tensors: Iterable[Sliced], smaller: Callable[[Sliced], Tensor], undo: ExitStack) -> None:
-        """Replace tensors by smaller ones, until `undo` is closed."""
+        """Replace tensors by smaller tensors, until `undo` is closed."""
         for sliced in tensors:
             undo.callback(sliced.put, sliced.tensor.data)
             sliced.put(smaller(sliced))
@@ -234,7 +234,7 @@ def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -
 
 
 def _least(size: int) -> float:
-    """The smallest fraction, to four digits, that removes one of `size` experts."""
+    """Return the smallest fraction, to four digits, that removes an expert if there are `size` experts."""
     fraction = round(0.5 / size, 4)
     while round(fraction * size) < 1:
         fraction += 1e-4

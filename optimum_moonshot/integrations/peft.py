@@ -243,7 +243,7 @@ def _check_variants(module: Any) -> None:
 class _Masked(nn.Module):
     """Mixin of the masked adapters."""
 
-    keep: Tensor  # bool in the shape of the weight, True where it survives
+    keep: Tensor  # bool in the shape of the base weight, True where a weight survives
     lora_A: nn.ModuleDict
 
     def get_delta_weight(self, *args: Any, **kwargs: Any) -> Tensor:

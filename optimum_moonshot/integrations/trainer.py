@@ -53,7 +53,7 @@ class MoonshotCallback(TrainerCallback):
     Removed weights are exactly zero after every optimizer step. The Trainer's log has `moonshot_sparsity` and, after a
     pruning, `moonshot_loss`, the relative loss L_λ of the pruned layers, a mean over their weights. (The Trainer calls
     TensorBoard and other loggers before this callback; `trainer.callback_handler.callbacks.insert(0, …)` changes that.)
-    With `load_best_model_at_end`, the best model is selected among those after the last pruning.
+    With `load_best_model_at_end`, the best model is selected among the models after the last pruning.
     A resumed run equals the uninterrupted one: the masks are the zeros of the checkpoint, and calibration samples are
     drawn by seed and step. At the end of training, the zeros and an n:m pattern are verified and printed.
 

@@ -193,8 +193,8 @@ class MoonshotQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         """Return the conversions of the packed tensors.
 
-        `serialized_names` and `get_load_operations` of transformers 5.23 do not suffice: their operation receives only
-        the suffixes of the tensors, but the format of a matrix is stored under its full name in the files.
+        `serialized_names` and `get_load_operations` of transformers ≥ 5.23 do not suffice: their operation receives
+        only the suffixes of the tensors, but the format of a matrix is stored under its full name in the files.
         """
         from .conversion import Unpacking
 
@@ -221,7 +221,7 @@ class MoonshotQuantizer(HfQuantizer):
 
 
 def _refuse_shards(model: nn.Module, *_: Any) -> None:
-    """Refuse sharded weights when transformers lists the tensors to load; all other hooks run before the sharding.
+    """Refuse weights that transformers has sharded, when it lists the tensors to load: other hooks run too early.
 
     Raises:
         MoonshotError: the model is distributed over several processes.

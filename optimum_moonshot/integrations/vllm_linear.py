@@ -72,7 +72,7 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
         f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}",
     )
     if loader.enable_weights_track is None:
-        loader.enable_weights_track = True  # missing parameters are an error, as for a dense checkpoint
+        loader.enable_weights_track = True  # missing parameters are an error, like in a dense checkpoint
     return layers
 
 
@@ -134,7 +134,7 @@ class Tally:
 class PackingMethod:
     """Loads the dense weights of a vLLM layer, and packs them as soon as they are complete.
 
-    vLLM allocates a dense weight when all of its shards have been read, like a weight that it quantizes online. Each
+    vLLM allocates a dense weight when all of its parts have been read, like a weight that it quantizes online. Each
     process packs its shard. A weight that is not smaller when packed stays dense.
     """
 

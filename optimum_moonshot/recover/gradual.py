@@ -1,6 +1,6 @@
 """Gradual recovery: prune a block in stages of increasing sparsity, and tune it between them.
 
-The survivors of a layer that loses most of its weights at once were selected for a block that no longer exists. Here
+If most weights of a layer are removed at once, its survivors were selected for a block that no longer exists. Here
 the block starts dense. Stage q of `STAGES` removes the fraction 1 - (1 - q/STAGES)³ of the layer's sparsity (the
 schedule of Zhu and Gupta, arXiv 1710.01878) by the run's solver, with the Gram matrix of the *current* inputs, which
 come from the recovered blocks and from this block as tuned so far; then the survivors are tuned towards the dense
@@ -29,7 +29,7 @@ from ..solvers import Solver
 from .student import Tensors
 from .tuning import Tuner
 
-STAGES = 6  # fewer lose accuracy; each costs a pass of the data through the block and a solution of its layers
+STAGES = 6  # fewer reduce accuracy; each costs a pass of the data through the block and a solution of its layers
 
 
 def stage_patterns(pattern: Pattern) -> list[Pattern]:
@@ -89,7 +89,7 @@ def tune_gradually(tuner: Tuner, solver: Solver, backoff: Backoff, batches: Call
     Raises:
         MoonshotError: activations that are not finite, or too little memory for the statistics.
         FactorizationError: a layer's quadratic stays singular at the largest damping; it names the layer.
-        Restart: the recovery has to restart with smaller batches.
+        Restart: the recovery must restart with smaller batches.
     """
     student, notes = tuner.student, list[str]()
     pruned = {layer.name: layer.matrix.clone() for layer in student.layers.values()}

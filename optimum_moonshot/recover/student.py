@@ -3,7 +3,7 @@
 The model itself does not change. Zeros of pruned matrices have zero gradients, and so stay zeros.
 
 Weights on a grid have latent masters, which every forward pass rounds, with a straight-through gradient: the codes are
-c = round(v/s), clipped to ±top, and the weights c·s. The gradient of a scale is that of LSQ (Esser et al., arXiv
+c = round(v/s), clipped to ±top, and the weights c·s. Scales have the gradient of LSQ (Esser et al., arXiv
 1902.08153): dw/ds = c - v/s where v/s is inside the grid, ±top outside. Latent weights outside receive gradients too;
 zero gradients there gave the same results.
 """
@@ -99,7 +99,7 @@ def on_grid(latent: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     Args:
         latent: [d_out, d_in] in float32.
         scale: [d_out, groups] in float32; it is rounded to the dtype of the grid.
-        grid: its dtype is that of the weights.
+        grid: has the dtype of the weights in the model.
 
     Returns:
         [d_out, d_in] in float32, exact in the dtype of the grid.
@@ -208,7 +208,7 @@ class StudentBlock(Student):
         tuned: names of the layers that train, unless all of their weights are zeros.
         patterns: layer name → pattern; a grid has the dtype of the model.
         others: names in the block of other parameters that train; zeros of matrices do not train.
-        instead: tensors that replace dense ones, by name in the block; they may be smaller.
+        instead: tensors that replace dense tensors, by name in the block; they may be smaller.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class Progress:
 
 
 class Trainer:
-    """Trains a student on all samples but the held-out ones.
+    """Trains a student on all samples except the held-out samples.
 
     Args:
         config: the configuration with the number of steps and the learning rate.

@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot rotate`: change the basis of a model so that a later pruning loses less."""
+"""`optimum-cli moonshot rotate`: change the basis of a model so that a later pruning has a smaller loss."""
 
 import argparse
 import time

@@ -2,7 +2,7 @@
 
 Attention mixes the tokens of a head's values but not their channels. The derivative of o's inputs with respect to the
 outputs of v is therefore a token mixing times an identity: a factor on one column is a factor on one row, the same at
-every token. This identifies v's rows in any order of a fused projection, and distinguishes them from those of q and k.
+every token. This identifies v's rows in any order of a fused projection, and distinguishes them from q's and k's.
 
 A neuron's column is computed from one row of each preceding matrix (found by model/structured_groups.py) by the same
 activation for all neurons. A channel permutation of the neurons therefore preserves the function; it determines which

@@ -1,4 +1,4 @@
-"""Learns rotations: Adam on skew-symmetric matrices, mapped to orthogonal ones by the Cayley transform.
+"""Learns rotations: Adam on skew-symmetric matrices, which the Cayley transform makes orthogonal.
 
     R = (I - S)⁻¹ (I + S),   S = (A - Aᵀ) / 2
 

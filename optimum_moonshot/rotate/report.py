@@ -11,7 +11,7 @@ ROTATION_NAME = "moonshot_rotation.json"
 
 @dataclasses.dataclass(frozen=True)
 class RotationReport(JsonFields):
-    """The report of a change of basis, which preserves the model's function.
+    """The report of a change of basis that preserves the model's function.
 
     The objective is the fraction of a matrix's scores that pruning would remove, averaged over the matrices with the
     weights that `weighted` names.

@@ -38,8 +38,8 @@ SAVED_EVERY = 10
 def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
     """Rotate the dense model for the patterns of the variants, and restore it if the body of the context fails.
 
-    The state of learning is in the store of the first variant. Unless the model `stays` rotated, it is rotated again
-    whenever the weights of a variant are written. Yields the seconds of the rotation.
+    The state of learning is in the store of the first variant. Unless it `stays` rotated, the model is restored at
+    the end, and rotated whenever the weights of a variant are written. Yields the seconds of the rotation.
     """
 
     def patterns(layer: PrunableLayer) -> list[Pattern]:

@@ -30,7 +30,7 @@ class Folding:
     """A norm, and the matrices that follow it, into which its gain can be folded."""
 
     norm: Norm
-    readers: tuple[Axis, ...]  # empty unless its outputs are inputs of matrices only, and their only inputs
+    readers: tuple[Axis, ...]  # empty unless only matrices read its outputs, and have no other inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Space:
 
     A rotation R multiplies the axes of all parameters from the right, p → p R, whether they read or write the space
     (y → Rᵀ y). If the coordinates are `permuted`, R is a permutation. If they are `scaled`, positive factors multiply
-    the parameters that write, and divide those that read.
+    the parameters that write, and divide the parameters that read.
     """
 
     name: str
