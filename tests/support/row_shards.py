@@ -15,6 +15,7 @@ import transformers as hf
 from models import image_batches, make, token_batches
 from ranks import error_of, fails, full, path, prune, rank, resumable, start, stored, sweep
 
+from optimum_moonshot.distributed.sharing import assign
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline import partition
@@ -120,7 +121,7 @@ def dividing():
         return solve(share, *rest)
 
     def division(costs, parts, processes):
-        owners = partition.assign(costs, processes)
+        owners = assign(costs, processes)
         return [owner if part is None else None for owner, part in zip(owners, parts, strict=True)]
 
     partition.LEAST_SHARDED, ShardedRows.solve, partition.divide = 0, noted, division
