@@ -28,7 +28,7 @@ from common import RESULTS, machine, peak_above, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned, perplexity
 from optimum_moonshot.data.text import load_calibration
 from optimum_moonshot.reports.tables import text_table
 
@@ -112,10 +112,11 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
             pruner = MoonshotPruner(pruned, configuration(fields, seed, options.samples, options.length), tokenizer)
             row = prune(pruner, fields, options)
             pruned = pruner.model
-            pruner.save_pretrained(folder, format=None if "parameters" in fields else "packed")
-            row |= serving(folder, dtype)
+            packed = "parameters" not in fields
+            pruner.save_pretrained(folder, format="packed" if packed else None)
+            row |= serving(folder, dtype, packed)
         else:
-            row = {"seconds": 0.0, "peak_above_loaded": 0, **serving(model, dtype)}
+            row = {"seconds": 0.0, "peak_above_loaded": 0, **serving(model, dtype, packed=False)}
     length = min(1024, pruned.config.max_position_embeddings)
     sizes = {"max_windows": options.windows, "sequence_length": length, "batch_size": 1, "against": dense}
     result = perplexity(pruned.float(), tokenizer, options.test, **sizes)
@@ -154,9 +155,12 @@ def peer(model: str, fields: dict, seed: int, tokenizer: Any, options: argparse.
 
 
 @torch.inference_mode()
-def serving(folder: str, dtype: torch.dtype) -> dict:
+def serving(folder: str, dtype: torch.dtype, packed: bool) -> dict:
     """Bytes of the weights in a folder, and tokens per second of greedy decoding."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if packed:
+        loaded = load_pruned(folder, "auto", dtype=dtype)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     ids = torch.randint(10, 1000, (1, 8), generator=torch.Generator().manual_seed(0))
     count = {"max_new_tokens": DECODED, "min_new_tokens": DECODED, "do_sample": False, "eos_token_id": None}
     rates = []
