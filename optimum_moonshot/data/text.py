@@ -25,6 +25,7 @@ from .batches import Batch, digest, sample_count, spread_samples, take
 from .batches import batch_size as samples_of
 from .chat import render
 from .sources import (
+    CALIBRATION_SPLITS,
     CORPORA,
     HUB_DOCUMENTS,
     TEXT_SPLITS,
@@ -122,9 +123,7 @@ def evaluation_text(source: Any, tokenizer: Any = None) -> tuple[str, int | None
     if corpus is not None:
         joiner, texts = corpus.joiner, read_texts(partial(corpus.load, corpus.test), source)
     else:
-        opened = open_source(source, TEXT_SPLITS)
-        if not isinstance(opened, Texts):
-            raise MoonshotError(f"{describe(source)} contains model inputs", hint="give text")
+        opened = _open_text(source, TEXT_SPLITS)
         texts, corpus = opened.read(None), opened.corpus
         joiner = ("\n\n" if opened.joiner is None else opened.joiner) if corpus is None else corpus.joiner
     documents = list(islice(texts, None if corpus is None else corpus.documents))
@@ -141,9 +140,7 @@ def all_texts(source: Any, tokenizer: Any) -> Iterator[str]:
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is not text.
     """
-    opened = open_source(source)
-    if not isinstance(opened, Texts):
-        raise MoonshotError(f"{describe(source)} contains model inputs", hint="give text")
+    opened = _open_text(source)
     documents = islice(opened.read(None), HUB_DOCUMENTS if opened.long_only else None)
     joiner = opened.joiner or ""
     return (text + joiner for text in _strings(documents, tokenizer))
@@ -154,13 +151,19 @@ def separate_texts(source: Any, tokenizer: Any) -> Iterator[str]:
 
     Conversations are rendered by the tokenizer's chat template.
     """
-    opened = open_source(source)
-    assert isinstance(opened, Texts)
+    opened = _open_text(source)
     corpus = CORPORA.get(source) if isinstance(source, str) else None
     texts = opened.read(None) if corpus is None else read_texts(partial(corpus.load, corpus.test), source)
     for text in _strings(texts, tokenizer):
         lines = [text] if opened.joiner is None else text.splitlines()
         yield from (line.strip() for line in lines if line.strip())
+
+
+def _open_text(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Texts:
+    opened = open_source(source, splits)
+    if not isinstance(opened, Texts):
+        raise MoonshotError(f"{describe(source)} contains model inputs", hint="give text")
+    return opened
 
 
 def text_batches(texts: Iterator[str], tokenizer: Any, length: int, batch_size: int) -> Iterator[Batch]:

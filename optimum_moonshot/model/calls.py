@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ..data.batches import Batch
@@ -174,6 +174,12 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
             raise
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
         raise MoonshotError(f"{type(model).__name__} cannot be called with {shapes} ({reason(error)})") from error
+
+
+def model_result(model: nn.Module, batch: Batch) -> Tensor:
+    """The first floating-point tensor of a model's output: logits, or hidden states of a model without a head."""
+    leaves = tree_leaves(run_model(model, batch))
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
@@ -28,8 +28,8 @@ from .calls import (
     evaluation_mode,
     first_tensor,
     model_device,
+    model_result,
     recorded,
-    run_model,
     split_hidden,
     to_device,
     without_caches,
@@ -371,10 +371,7 @@ def verify_smaller(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch
     name, pairs = type(model).__name__, list(pairs)
     with evaluation_mode(model), evaluation_mode(small):
         with recorded(dict(block for block, _ in pairs)) as calls:
-            outputs = [tree_leaves(run_model(any_model, inputs)) for any_model in (model, small)]
-        expected, result = (
-            next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()) for leaves in outputs
-        )
+            expected, result = model_result(model, inputs), model_result(small, inputs)
         message = f"the smaller {name} differs from the pruned one in its results: nothing changed"
         require(close(result, expected), message)
         for (block, module), (_, other) in pairs:

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import MoonshotConfig
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
-from ..model.calls import check_usable, close, evaluation_mode, model_device, run_model, to_device
+from ..model.calls import check_usable, close, evaluation_mode, model_device, model_result, to_device
 from ..model.compaction import build_smaller
 from ..model.model_info import edited, on_meta_device, whole_numbers
 from ..pipeline.inputs import prepare
@@ -198,16 +197,11 @@ def _verify(stream: Stream, small: PreTrainedModel, hidden_size: int) -> None:
     inputs = to_device(stream.inputs, model_device(model))
     with evaluation_mode(model), evaluation_mode(small):
         with stream.narrowed(hidden_size):
-            expected = _result(model, inputs)
-        result = _result(small, inputs)
+            expected = model_result(model, inputs)
+        result = model_result(small, inputs)
     message = f"the smaller {type(model).__name__} does not compute what the model does without the directions"
     require(close(result, expected), f"{message}: nothing changed", field="hidden_size")
     check_usable(model, small, inputs)
-
-
-def _result(model: PreTrainedModel, inputs: Batch) -> Tensor:
-    leaves = tree_leaves(run_model(model, inputs))
-    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 # λ if the configuration has none: equal exponents for both objectives.

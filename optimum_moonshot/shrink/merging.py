@@ -14,7 +14,7 @@ a map T of the layer's output, W ← T W; the inputs are 2 to 4 times as many as
 Δ = 0 the run is deleted, so the error of the stream never exceeds the error by deletion.
 
 ρ = tr(Σ z zᵀ) / tokens: as if the data had another token for each input, of mean energy, without a change. So the fit
-is close to deletion if tokens are few. docs/shrink.md compares it with other ridges.
+is close to deletion if tokens are few.
 
 For every number of blocks, dynamic programming finds the set of runs with the least sum of losses. The losses of single
 blocks are measured first, then the losses of the best quarter of the runs of each length, extended by a block at either

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.packed_files import pruned_layers
 from ..errors import MoonshotError, Text, require
-from ..model.calls import check_usable, close, evaluation_mode, model_device, run_model, to_device
+from ..model.calls import check_usable, close, evaluation_mode, model_device, model_result, to_device
 from ..model.compaction import build_smaller, copied
 from ..model.layers import visited
 from ..model.model_info import config_fields, edited, embedded_tokens, last_line, on_meta_device
@@ -160,13 +159,11 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, rows: Tensor) -> Non
     Raises:
         MoonshotError: the results differ.
     """
-    inputs = {name: ids % len(rows) for name, ids in probe_inputs(model).items()}
-    results = []
-    for any_model, ids in ((model, {name: rows[ids] for name, ids in inputs.items()}), (small, inputs)):
-        with evaluation_mode(any_model):
-            leaves = tree_leaves(run_model(any_model, to_device(ids, model_device(model))))
-        results.append(next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()))
-    expected, result = results
+    inputs, device = {name: ids % len(rows) for name, ids in probe_inputs(model).items()}, model_device(model)
+    before = {name: rows[ids] for name, ids in inputs.items()}
+    with evaluation_mode(model), evaluation_mode(small):
+        expected = model_result(model, to_device(before, device))
+        result = model_result(small, to_device(inputs, device))
     if expected.shape != result.shape:
         expected = expected.index_select(-1, rows.to(expected.device))
     message = f"{type(model).__name__} with fewer tokens differs in its results: nothing changed"

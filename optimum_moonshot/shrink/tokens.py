@@ -11,7 +11,6 @@ All single characters and bytes stay, so any text can still be spelled, with mor
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -246,8 +245,3 @@ def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     if padding is not None:
         backend.enable_padding(**padding)
     return ids
-
-
-def count_tokens(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
-    """How often texts use each token."""
-    return Counter(chain.from_iterable(ids for text in texts for ids in token_ids(tokenizer, [text])))
