@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, machine, peak_above, versions
+from common import RESULTS, decoding_rate, machine, peak_above, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -68,17 +68,16 @@ DECODED = 48  # tokens
 DEFAULTS = ("2:4, SparseGPT", "2:4, SparseGPT, shared", "2:4, ALPS", "2:4, ALPS, shared")
 
 
-def configuration(fields: dict, seed: int, samples: int, length: int) -> MoonshotConfig | None:
+def configuration(fields: dict, sizes: dict) -> MoonshotConfig | None:
     """The configuration of a setting; None for `shrink`, which needs none."""
-    common = {"num_samples": samples, "sequence_length": length, "seed": seed}
     if "parameters" in fields:
-        return MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.0, **common)
+        return None
     fields = dict(fields)
     if "recipe" in fields:
         budget = fields.pop("recipe")
         pattern = fields.pop("pattern", None) or fields.pop("sparsity", 0.0)
-        return MoonshotConfig.recipe(pattern, budget, **fields, **common)
-    return MoonshotConfig(**fields, **common)
+        return MoonshotConfig.recipe(pattern, budget, **fields, **sizes)
+    return MoonshotConfig(**fields, **sizes)
 
 
 @torch.no_grad()
@@ -102,17 +101,18 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
     if setting == PASS:
         return one_pass(model, options)
     fields = SETTINGS[setting]
+    sizes = {"num_samples": options.samples, "sequence_length": options.length, "seed": seed}
     dtype = getattr(torch, options.dtype)
     pruned = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(model)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory() as folder:
         if "peer" in fields:
-            row = peer(model, fields, seed, tokenizer, options, folder)
+            row = peer(model, fields, sizes, tokenizer, options, folder)
             pruned.load_state_dict(torch.load(f"{folder}/state.pt"))
         elif fields:
-            pruner = MoonshotPruner(pruned, configuration(fields, seed, options.samples, options.length), tokenizer)
-            row = prune(pruner, fields, options)
+            pruner = MoonshotPruner(pruned, configuration(fields, sizes), tokenizer)
+            row = prune(pruner, fields, sizes, options)
             pruned = pruner.model
             packed = "parameters" not in fields
             pruner.save_pretrained(folder, format="packed" if packed else None)
@@ -120,18 +120,18 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
         else:
             row = {"seconds": 0.0, "peak_above_loaded": 0, **serving(model, dtype, packed=False)}
     length = min(1024, pruned.config.max_position_embeddings)
-    sizes = {"max_windows": options.windows, "sequence_length": length, "batch_size": 1, "against": dense}
-    result = perplexity(pruned.float(), tokenizer, options.test, **sizes)
+    judged = {"max_windows": options.windows, "sequence_length": length, "batch_size": 1, "against": dense}
+    result = perplexity(pruned.float(), tokenizer, options.test, **judged)
     quality = {"perplexity": result.value, "dense": result.dense, "kl": result.kl, "agreement": result.agreement}
     return {**quality, **row, "parameters": pruned.num_parameters()}
 
 
-def prune(pruner: MoonshotPruner, fields: dict, options: argparse.Namespace) -> dict:
+def prune(pruner: MoonshotPruner, fields: dict, sizes: dict, options: argparse.Namespace) -> dict:
     """Prune or shrink the model of a pruner; returns the cost."""
 
     def run() -> None:
         if "parameters" in fields:
-            pruner.shrink(options.calibration, parameters=fields["parameters"], progress=False)
+            pruner.shrink(options.calibration, **fields, **sizes, progress=False)
         else:
             data = None if fields.get("solver") == "magnitude" else options.calibration
             pruner.prune(data, progress=False)
@@ -142,9 +142,8 @@ def prune(pruner: MoonshotPruner, fields: dict, options: argparse.Namespace) -> 
     return {"seconds": seconds, "peak_above_loaded": peak, "phases": pruner.report.seconds}
 
 
-def peer(model: str, fields: dict, seed: int, tokenizer: Any, options: argparse.Namespace, folder: str) -> dict:
+def peer(model: str, fields: dict, sizes: dict, tokenizer: Any, options: argparse.Namespace, folder: str) -> dict:
     """Prune by llm-compressor, on the windows that this package would draw; returns the cost."""
-    sizes = {"num_samples": options.samples, "sequence_length": options.length, "seed": seed}
     data = load_calibration(options.calibration, tokenizer, **sizes)
     torch.save(torch.cat([batch["input_ids"] for batch in data.batches]), f"{folder}/windows.pt")
     pattern, sparsity = fields.get("pattern", "0:0"), fields.get("sparsity", 0.5)
@@ -164,14 +163,9 @@ def serving(folder: str, dtype: torch.dtype, packed: bool) -> dict:
     else:
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     ids = torch.randint(10, 1000, (1, 8), generator=torch.Generator().manual_seed(0))
-    count = {"max_new_tokens": DECODED, "min_new_tokens": DECODED, "do_sample": False, "eos_token_id": None}
-    rates = []
-    for _ in range(3):  # the first is slower
-        started = time.process_time()
-        loaded.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **count)
-        rates.append(DECODED / (time.process_time() - started))
+    rate = decoding_rate(loaded, DECODED, time.process_time, input_ids=ids, attention_mask=torch.ones_like(ids))
     weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    return {"bytes": weights, "tokens_per_second": max(rates)}
+    return {"bytes": weights, "tokens_per_second": rate}
 
 
 def cell(model: str, setting: str, seed: int, options: argparse.Namespace) -> dict:

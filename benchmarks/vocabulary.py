@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import RESULTS, versions, write
+from common import RESULTS, decoding_rate, versions, write
 from transformers.utils import logging
 
 from optimum_moonshot import MoonshotPruner
@@ -47,18 +47,6 @@ def loss_per_byte(model, tokenizer, texts: list[str]) -> float:
     return total / sum(len(text.encode()) for text in texts)
 
 
-def tokens_per_second(model, tokenizer, count: int) -> float:
-    """Tokens of greedy decoding per second."""
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    options = dict(max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        model.generate(**inputs, **options)
-        seconds.append(time.perf_counter() - started)
-    return count / min(seconds)
-
-
 def measured(pruner: MoonshotPruner, test: str, options: argparse.Namespace) -> dict:
     model, tokenizer = pruner.model.eval(), pruner.tokenizer
     sizes = {"parameters": model.num_parameters(), "bytes": sum(p.nbytes for p in model.parameters())}
@@ -66,7 +54,7 @@ def measured(pruner: MoonshotPruner, test: str, options: argparse.Namespace) -> 
     return {
         "tokens": model.get_input_embeddings().num_embeddings,
         **sizes,
-        "tokens_per_second": tokens_per_second(model, tokenizer, options.decoded),
+        "tokens_per_second": decoding_rate(model, options.decoded, **tokenizer(PROMPT, return_tensors="pt")),
         "perplexity_per_byte": math.exp(loss_per_byte(model, tokenizer, pieces(test, options.pieces))),
         "tokens_per_character": len(tokenizer(test, add_special_tokens=False)["input_ids"]) / len(test),
     }
