@@ -10,8 +10,10 @@ from ..calibration.storage import Storage, free_memory
 from ..config import memory_size
 from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
-from ..errors import MoonshotError, Text, reason, require
+from ..devices import is_gpu
+from ..errors import MoonshotError, Option, Text, reason, require
 from ..model.calls import Forward, frozen, model_device
+from ..model.layers import Structure, is_on_disk
 from ..model.losses import is_causal
 from ..model.model_info import (
     embedded_tokens,
@@ -21,11 +23,13 @@ from ..model.model_info import (
     text_setting,
     vocabulary_size,
 )
+from ..model.weights import RESIDENT
 from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint, sequences_by_shape
+from .report import DISK, HOST
 from .spec import OffloadedBlocks, RunSpec, module_bytes
 
 CPU = torch.device("cpu")
@@ -53,29 +57,29 @@ def build_spec(
     forward: Forward | None,
     resumes: bool,
     machine: MachineMemory,
-    offloaded: OffloadedBlocks | None,
+    offload: str | None,
 ) -> tuple[RunSpec, CalibrationData]:
-    """Describe a run, and load its data in batches, with notes for the plan.
+    """Describe a run, and load its data in batches, with notes for the plan; arguments as for `make_plan`.
 
     Raises `MoonshotError` for a run that cannot be planned, or cannot be planned without the model's weights.
     """
-    model, config, blocks = subject.model, selection.config, selection.structure.blocks
-    onloaded = model_device(model).type != "meta" and offloaded is None
-    if onloaded:
+    model, config, device = subject.model, selection.config, model_device(subject.model)
+    offloaded = _offloaded_blocks(selection.structure, offload, machine.device is None and not is_gpu(device))
+    in_memory = device.type != "meta" and offloaded is None
+    if in_memory:
         prepared = prepare(subject, selection, batches)
         data = prepared.calibration
     else:
-        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-        data = with_room(load_calibration(batches, None, **options), selection, model)
+        data = with_room(load_calibration(batches, None, **_sizes(selection)), selection, model)
         if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-    footprint, notes = _footprint(model, selection, data, forward, required=not onloaded)
-    if onloaded:
+    footprint, notes = _footprint(model, selection, data, forward, required=not in_memory)
+    if in_memory:
         with frozen(model):
             tested = block_sequences(prepared, selection.needs_gradients)
         sequential, others = tuple(tested.sequential), tested.non_sequential
     else:
-        sequential, others = sequences_by_shape(footprint, blocks)
+        sequential, others = sequences_by_shape(footprint, selection.structure.blocks)
         hint = Text("without {} they can be pruned, and planned", "offload")
         single = offloaded is None or (len(sequential) == 1 and not others)
         require(single, "plan: the model's blocks are not sequential", hint=hint)
@@ -86,7 +90,7 @@ def build_spec(
         non_sequential=others,
         footprint=footprint,
         sizes=tuple(map(batch_size, data.batches)),
-        tokens=data.sequence_length,
+        tokens=data.sequence_length or 0,
         vocabulary=vocabulary_size(model),
         storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
         resumes=resumes,
@@ -94,6 +98,26 @@ def build_spec(
         offloaded=offloaded,
     )
     return run, dataclasses.replace(data, notes=(*data.notes, *notes))
+
+
+def _sizes(selection: Selection) -> dict[str, Any]:
+    return {name: getattr(selection.config, name) for name in ("num_samples", "batch_size", "seed")}
+
+
+def _offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
+    """The offloaded blocks of a model; None if all are resident.
+
+    `offload` is "cpu" or "disk" for a model without weights; with `on_cpu` it cannot be "cpu".
+    """
+    blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
+    if not blocks:
+        return None
+    sizes = [module_bytes(block.module) for block in blocks]
+    place = offload or (DISK if is_on_disk(blocks) else HOST)
+    hint = Text("use {}, or give {}", Option("offload", "disk"), "device_memory")
+    message = "the model is on the CPU anyway"
+    require(place != HOST or not on_cpu, message, field="offload", value="cpu", hint=hint)
+    return OffloadedBlocks(max(sizes), sum(sizes), place)
 
 
 def _footprint(
@@ -144,8 +168,7 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
     """The batches of a run: the given ones, or random ones of the same size."""
     config, model = selection.config, subject.model
     if is_given(calibration):
-        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-        options |= {"max_positions": max_positions(model), "usable": usable(subject, selection)}
+        options = {"max_positions": max_positions(model), "usable": usable(subject, selection), **_sizes(selection)}
         return load_calibration(calibration, subject.tokenizer, **options).batches
     generator = torch.Generator().manual_seed(config.seed)
     make = _images if takes_images(model) else _tokens
