@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Text, reason, require
+from ..errors import MoonshotError, reason, require
 from .calls import first_tensor, split_hidden
 from .compaction import build_smaller, check_one_device, copied, verify_smaller
 from .layers import find_blocks, visited
@@ -89,7 +89,7 @@ def remove_blocks(
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     stacks, removed = _stacks(model, blocks)
     resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    require(resident, "its blocks are offloaded", field="model", hint="load it without `offload`")
     check_one_device(model)
     inputs = inputs or probe_inputs(model)
     config = BlockSearch(model).configuration(stacks)

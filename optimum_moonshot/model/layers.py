@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, require
 from .experts import ExpertsLayer
 from .layer_kinds import WEIGHT, expert_parameters, find_layer, stacks_experts
 from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
@@ -254,7 +254,7 @@ def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignor
     if next(structure.layers(), None) is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
         if not reasons and (targets or ignore):
-            raise MoonshotError(Text("nothing to prune: {} and {} leave nothing", "targets", "ignore"))
+            raise MoonshotError("nothing to prune: `targets` and `ignore` leave nothing")
         raise MoonshotError(f"nothing to prune: {reasons or 'the model has no Linear or Conv2d'}")
     return structure
 

@@ -10,7 +10,7 @@ from ..data.batches import Batch, batch_size, shorten, split_batches, without_pa
 from ..data.images import load_image_text, load_images, open_image_text, open_images, reads_both
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, Usable, load_calibration
-from ..errors import Option, Text, require
+from ..errors import require
 from ..model.losses import add_labels, labelled, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..objective.allocation_rules import NEEDING_DATA
@@ -108,11 +108,11 @@ def check_without_data(selection: Selection) -> None:
     require(not config.recompute, message, field="recompute", value=True)
     require(
         config.allocation not in NEEDING_DATA,
-        Text("{} needs data to see what a layer does", Option("allocation", config.allocation)),
+        f"allocation={config.allocation!r} needs data to see what a layer does",
         field="calibration",
         value=None,
-        hint=Text("give some, or use {}", Option("allocation", "alpha")),
+        hint="give some, or use allocation='alpha'",
     )
     such = 'such as "c4", a text file, or a folder of images for an image model'
-    needed = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
+    needed = f"solver={config.solver!r} needs data, {such}"
     require(not selection.solver.calibrated, needed, field="calibration", value=None)

@@ -231,7 +231,11 @@ class _FakeModel:
             deque(called.tokens(inputs, None), maxlen=0)  # as an observer, one at a time
             if not torch.is_grad_enabled():
                 return None
-            return hook_gradient(output, lambda delta: deque(called.pairs(inputs, delta, None, self.samples), 0))
+
+            def add(delta: Tensor) -> None:
+                deque(called.pairs(inputs, delta, None, self.samples), maxlen=0)
+
+            return hook_gradient(output, add)
 
         self.layer(layer).watch(see, stack)
 

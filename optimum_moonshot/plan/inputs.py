@@ -11,7 +11,7 @@ from ..config import memory_size
 from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..devices import is_gpu
-from ..errors import MoonshotError, Option, Text, reason, require
+from ..errors import MoonshotError, reason, require
 from ..model.calls import Forward, frozen, model_device
 from ..model.layers import Structure, is_on_disk
 from ..model.losses import is_causal
@@ -80,7 +80,7 @@ def build_spec(
         sequential, others = tuple(tested.sequential), tested.non_sequential
     else:
         sequential, others = sequences_by_shape(footprint, selection.structure.blocks)
-        hint = Text("without {} they can be pruned, and planned", "offload")
+        hint = "without `offload` they can be pruned, and planned"
         single = offloaded is None or (len(sequential) == 1 and not others)
         require(single, "plan: the model's blocks are not sequential", hint=hint)
     device, free = _free(model, machine, offloaded)
@@ -114,7 +114,7 @@ def _offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -
         return None
     sizes = [module_bytes(block.module) for block in blocks]
     place = offload or (DISK if is_on_disk(blocks) else HOST)
-    hint = Text("use {}, or give {}", Option("offload", "disk"), "device_memory")
+    hint = "use offload='disk', or give device_memory"
     message = "the model is on the CPU anyway"
     require(place != HOST or not on_cpu, message, field="offload", value="cpu", hint=hint)
     return OffloadedBlocks(max(sizes), sum(sizes), place)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import Forward
 from ..model.layers import visited
 from ..model.losses import token_mask
@@ -122,7 +122,7 @@ def check_request(
     require(valid, "use a positive integer", field="hidden_multiple", value=hidden_multiple)
     model, pattern = subject.model, config.parsed_pattern
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
-    hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
+    hint = f"use solver='osscar', pattern={Structured.kind!r}"
     message = "a smaller model has fewer neurons and heads"
     require(isinstance(pattern, Structured), message, field="pattern", value=config.pattern, hint=hint)
     message = "the target determines it; leave it at 0"
@@ -132,7 +132,7 @@ def check_request(
     require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
     require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
     resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    require(resident, "its blocks are offloaded", field="model", hint="load it without `offload`")
     check_dense(model, "a smaller model", "shrink")
     assert isinstance(model, PreTrainedModel)
     if target.field == "latency":

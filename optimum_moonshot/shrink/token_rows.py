@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.packed_files import pruned_layers
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import check_usable, close, evaluation_mode, model_device, model_result, to_device
 from ..model.compaction import build_smaller, copied
 from ..model.layers import visited
@@ -46,7 +46,7 @@ def check_tokens_removable(model: Any) -> None:
     per_layer = any(PER_LAYER.search(field) for field in fields)
     require(not per_layer, f"every block of {name} has embeddings of tokens", field="vocabulary")
     resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    require(resident, "its blocks are offloaded", field="model", hint="load it without `offload`")
     if PruningRecord.of(model) is not None:
         tables = {id(table.weight) for table in _tables(model)}
         pruned = next((name for name in pruned_layers(model) if id(model.get_parameter(name)) in tables), None)

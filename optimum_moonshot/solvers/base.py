@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..errors import MAX_INT, MoonshotError, Option, Text, reason, require
+from ..errors import MAX_INT, MoonshotError, reason, require
 from ..objective.linalg import MAX_DAMPING, escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.quadratic import Objective, ProblemSize, Quadratic
@@ -118,16 +118,16 @@ def check_option(option: dataclasses.Field[Any], value: Any) -> None:
     raise MoonshotError(usage, field=option.name, value=value)
 
 
-def check_options(cls: type, values: Mapping[str, Any], owner: Option) -> None:
+def check_options(cls: type, values: Mapping[str, Any], owner: str) -> None:
     """Raise `MoonshotError` unless a solver has hyperparameters of these names, and the values are valid.
 
-    `owner` is the option that names the solver, for the message.
+    `owner` names the solver in the message: "solver='cap'".
     """
     options = options_of(cls)
     for name, value in values.items():
         if name not in options:
             hint = f"it has {', '.join(options) or 'none'}"
-            raise MoonshotError(Text("{} has no such hyperparameter", owner), field=name, value=value, hint=hint)
+            raise MoonshotError(f"{owner} has no such hyperparameter", field=name, value=value, hint=hint)
         check_option(options[name], value)
 
 
@@ -358,7 +358,7 @@ def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
             raises a `ValueError`.
     """
     cls = solver_class(name)
-    check_options(cls, options, Option("solver", name))
+    check_options(cls, options, f"solver={name!r}")
     try:
         return cls(**options)
     except MoonshotError:

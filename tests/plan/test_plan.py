@@ -310,7 +310,7 @@ def test_the_command_plans_and_writes_nothing(tmp_path, capsys, monkeypatch):
     prune_command(parser.parse_args(["whole", *arguments[1:]]))
     assert "total" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config-only", "whole"]
-    with pytest.raises(MoonshotError, match="host_memory: only for dry_run"):
+    with pytest.raises(MoonshotError, match="host_memory: only for --dry-run"):
         prune_command(parser.parse_args([*arguments[:5], "--host-memory", "1GB"]))
 
 
@@ -353,11 +353,10 @@ def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
     ],
 )
 def test_the_passes_before_a_run_are_timed_with_gradients_where_they_need_them(monkeypatch, phase, gradients, fields):
-    def timed(_, phase, *__):
-        blocks = dict.fromkeys((visit.block.name for visit in phase.visits), 0.0)
-        return PassSeconds(1000.0 if phase.run.gradients else 1.0, blocks, 0.0)
+    def timed(_, phase):
+        return 1000.0 if phase.run.gradients else 1.0
 
-    monkeypatch.setattr("optimum_moonshot.plan.seconds.pass_seconds", timed)
+    monkeypatch.setattr("optimum_moonshot.plan.seconds.Trial.seconds", timed)
     config = MoonshotConfig(solver="wanda", sparsity=0.5, num_samples=6, sequence_length=12, batch_size=2, **fields)
     plan = MoonshotPruner(make("llama"), config).plan(token_batches())
     count = sampled_count(6) if phase == "allocation" else 6
