@@ -128,6 +128,12 @@ def visited(model: nn.Module) -> list[Block]:
     return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
 
 
+def require_resident(model: nn.Module) -> None:
+    """Raise `MoonshotError` if blocks of a model are offloaded."""
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint="load it without `offload`")
+
+
 def onloading_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
     """A function from a module to a context that onloads its weights; weights outside of blocks always are."""
     weights = by_module(visited(model))

@@ -13,7 +13,6 @@ from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..devices import is_gpu
 from ..errors import MoonshotError, reason, require
 from ..model.calls import Forward, frozen, model_device
-from ..model.layers import Structure, is_on_disk
 from ..model.losses import is_causal
 from ..model.model_info import (
     embedded_tokens,
@@ -23,14 +22,12 @@ from ..model.model_info import (
     text_setting,
     vocabulary_size,
 )
-from ..model.weights import RESIDENT
 from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint, sequences_by_shape
-from .report import DISK, HOST
-from .spec import OffloadedBlocks, RunSpec, module_bytes
+from .spec import OffloadedBlocks, RunSpec, module_bytes, offloaded_blocks
 
 CPU = torch.device("cpu")
 
@@ -64,7 +61,7 @@ def build_spec(
     Raises `MoonshotError` for a run that cannot be planned, or cannot be planned without the model's weights.
     """
     model, config, device = subject.model, selection.config, model_device(subject.model)
-    offloaded = _offloaded_blocks(selection.structure, offload, machine.device is None and not is_gpu(device))
+    offloaded = offloaded_blocks(selection.structure, offload, machine.device is None and not is_gpu(device))
     in_memory = device.type != "meta" and offloaded is None
     if in_memory:
         prepared = prepare(subject, selection, batches)
@@ -102,22 +99,6 @@ def build_spec(
 
 def _sizes(selection: Selection) -> dict[str, Any]:
     return {name: getattr(selection.config, name) for name in ("num_samples", "batch_size", "seed")}
-
-
-def _offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
-    """The offloaded blocks of a model; None if all are resident.
-
-    `offload` is "cpu" or "disk" for a model without weights; with `on_cpu` it cannot be "cpu".
-    """
-    blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
-    if not blocks:
-        return None
-    sizes = [module_bytes(block.module) for block in blocks]
-    place = offload or (DISK if is_on_disk(blocks) else HOST)
-    hint = "use offload='disk', or give device_memory"
-    message = "the model is on the CPU anyway"
-    require(place != HOST or not on_cpu, message, field="offload", value="cpu", hint=hint)
-    return OffloadedBlocks(max(sizes), sum(sizes), place)
 
 
 def _footprint(

@@ -9,7 +9,9 @@ from torch import nn
 
 from ..calibration.storage import Storage
 from ..devices import is_gpu
-from ..model.layers import Block, PrunableLayer
+from ..errors import require
+from ..model.layers import Block, PrunableLayer, Structure, is_on_disk
+from ..model.weights import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
 from ..objective.quadratic import ProblemSize, objective_bytes
 from ..pipeline.block_sequences import BlockSequence
@@ -31,6 +33,22 @@ class OffloadedBlocks(NamedTuple):
     largest: int
     total: int
     place: str  # "cpu" or "disk"
+
+
+def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
+    """The offloaded blocks of a model; None if all are resident.
+
+    `offload` is "cpu" or "disk" for a model without weights; with `on_cpu` it cannot be "cpu".
+    """
+    blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
+    if not blocks:
+        return None
+    sizes = [module_bytes(block.module) for block in blocks]
+    place = offload or (DISK if is_on_disk(blocks) else HOST)
+    hint = "use offload='disk', or give device_memory"
+    message = "the model is on the CPU anyway"
+    require(place != HOST or not on_cpu, message, field="offload", value="cpu", hint=hint)
+    return OffloadedBlocks(max(sizes), sum(sizes), place)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, require
 from ..model.calls import Forward
-from ..model.layers import visited
+from ..model.layers import require_resident
 from ..model.losses import token_mask
 from ..model.model_info import text_setting
-from ..model.weights import RESIDENT
 from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder
@@ -131,8 +130,7 @@ def check_request(
     require(config.allocation == "uniform", message, field="allocation", value=config.allocation)
     require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
     require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
-    resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint="load it without `offload`")
+    require_resident(model)
     check_dense(model, "a smaller model", "shrink")
     assert isinstance(model, PreTrainedModel)
     if target.field == "latency":
