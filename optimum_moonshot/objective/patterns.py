@@ -69,7 +69,7 @@ class Unstructured(_Pattern):
     def keep_per_row(self, scores: Tensor) -> Tensor:
         """The mask, bool like `scores` [rows, d_in], where each row is a comparison group.
 
-        With ``exact``, all rows lose the same number of weights, and the rows with the smallest next score one more.
+        With ``exact``, all rows lose the same number of weights, and those with the smallest next score one more.
         """
         if not self.exact:
             return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
@@ -305,7 +305,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
     selected = torch.empty_like(scores, dtype=torch.bool)
-    # Small slices even on a GPU, which a solver may have filled; the selection does not depend on them.
+    # Small slices even on a GPU, whose memory a solver may have filled; the result does not depend on their size.
     for rows in split_within(len(scores), SELECTION_BYTES * scores.shape[-1], CPU_BYTES):
         part = scores[rows]
         # By threshold: `topk` has no defined order of ties, and a stable sort is slower.
