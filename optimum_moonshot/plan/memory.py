@@ -5,7 +5,7 @@ activations are those of `footprint.py`, and a solver's bytes are those that it 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -73,7 +73,7 @@ class MemoryTrace:
             storage.used[device] += size
         elif self.run.selection.config.offload_dir is None and not self.overflows:
             limit, item_there = storage.limits[storage.device], f"{item} of {where}"
-            overflow = Overflow(str(storage.device), "calibration", item_there, size, limit, str(MORE_MEMORY))
+            overflow = Overflow(str(storage.device), "calibration", item_there, size, limit, MORE_MEMORY)
             self.overflows.append(overflow)
         place = DISK if device is None else str(device)
         self.add(item, place, size)
@@ -103,14 +103,6 @@ class MemoryTrace:
         for item, size in temporary.items():
             self.add(item, device, -size)
 
-    def store_result(self, layer: PrunableLayer) -> None:
-        """Count a layer's pruned weight; in a file only its survivors and a bit mask."""
-        size = weight_bytes(layer)
-        if self.run.result_place == DISK:
-            survivors = round((1 - self.run.pattern(layer).sparsity) * size)
-            size = min(size, survivors + layer.shape[0] * layer.shape[1] // 8)
-        self.add("results", self.run.result_place, size)
-
 
 def count_phases(trace: MemoryTrace, model: nn.Module) -> Iterator[Phase]:
     """Count all phases, in the order of the run; those that pass over the data are returned."""
@@ -137,36 +129,25 @@ def count_passes(trace: MemoryTrace, phase: str, solves: bool = True, whole: boo
         observed = [index for index, block in enumerate(sequence.blocks) if block.layers]
         to_head = run.gradients and (run.offloaded is not None or sequence.extras is not None)
         blocks = sequence.blocks[observed[0] : None if to_head else observed[-1] + 1]
-        caches = _count_caches(trace, phase, blocks)
+        # Backward, the inputs of every block are cached, and the gradient of the current output; forward, the inputs.
+        cached = [block.name for block in blocks] if run.gradients else [blocks[0].name]
+        caches = [trace.allocate("caches", run.hidden_bytes, name) for name in cached]
+        if run.gradients:
+            caches.insert(0, trace.allocate("caches", run.hidden_bytes, "output gradients"))
+            logits = run.logits_bytes() + 3 * run.footprint.hidden
+            trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=logits)
         for block in reversed(blocks) if run.gradients else blocks:
             if block.layers:
                 visits.append(_count_block(trace, phase, block, solves, whole))
-            trace.free(*caches.pop(block.name, []))
-        trace.free(*caches.pop("", []))
+            if run.gradients:
+                trace.free(caches.pop())
+        trace.free(*caches)
     structure = run.selection.structure
     others = [layer for block in run.non_sequential for layer in block.layers] + list(structure.outside)
     if others:
         block = Block(WHOLE, others[0].modules[0], tuple(others))
         visits.append(_count_block(trace, phase, block, solves, whole))
     return visits
-
-
-def _count_caches(trace: MemoryTrace, phase: str, blocks: Sequence[Block]) -> dict[str, list[Allocation]]:
-    """Count the caches, and return them by the block after which they are freed, "" for the end of the phase. Backward,
-    these are the inputs of every block and the last output's gradient; forward, the inputs of the first block.
-    """
-    run, hidden = trace.run, trace.run.footprint.hidden
-    caches: dict[str, list[Allocation]] = {}
-    for count in run.sizes:
-        size = hidden * count // run.batch
-        for block in blocks if run.gradients else blocks[:1]:
-            allocation = trace.allocate("caches", size, block.name)
-            caches.setdefault(block.name if run.gradients else "", []).append(allocation)
-        if run.gradients:
-            caches.setdefault("", []).append(trace.allocate("caches", size, "output gradients"))
-    if run.gradients:
-        trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=run.logits_bytes() + 3 * hidden)
-    return caches
 
 
 def _count_block(trace: MemoryTrace, phase: str, block: Block, solves: bool, whole: bool) -> Visit:
@@ -202,25 +183,22 @@ def _count_part(trace: MemoryTrace, phase: str, block: Block, part: Part, solves
         else:
             rows, plan = first.stop - first.start, dataclasses.replace(spec.plan(layer), rows=first)
             activations += 4 * (1 + run.batch) * layer.shape[0] * layer.shape[1]  # sums over all slices
-    statistics: list[tuple[set[str], Allocation]] = []  # with the layers that use them
+    statistics: dict[str, list[Allocation]] = {layer.name: [] for layer in layers}  # freed when this one is solved
     for layer in layers:
         if size := spec.gradient_bytes(layer, plan):
-            statistics.append(({layer.name}, trace.allocate("statistics", size, layer.name)))
+            statistics[layer.name].append(trace.allocate("statistics", size, layer.name))
     shared = () if footprint is None or part.slices else footprint.shared
     groups = [[block.layers[i] for i in group if block.layers[i] in layers] for group in shared]
     for readers in filter(None, groups or [[layer] for layer in layers]):
-        size, names = spec.gram_bytes(readers[0]), {layer.name for layer in readers}
-        statistics.append((names, trace.allocate("statistics", size, readers[0].name)))
+        size = spec.gram_bytes(readers[0])
+        statistics[readers[-1].name].append(trace.allocate("statistics", size, readers[0].name))
     trace.snapshot(phase, where, activations=activations + max(_staging_bytes(run, layer) for layer in layers))
     for layer in part.layers:
         if solves:
             unsliced = 8 * layer.shape[0] * layer.shape[1] if rows else 0
             trace.snapshot("solver", layer.name, solver=run.solver_bytes(layer, rows) + unsliced)
-            trace.store_result(layer)
-        for names, allocation in statistics:
-            if layer.name in names:
-                names.remove(layer.name)
-                trace.free(*([] if names else [allocation]))
+            trace.add("results", run.result_place, run.result_bytes(layer))
+        trace.free(*statistics[layer.name])
 
 
 def _staging_bytes(run: RunSpec, layer: PrunableLayer) -> int:
@@ -283,7 +261,7 @@ def _recovery(trace: MemoryTrace) -> None:
     samples = min(part_size(run.samples), run.batch)
     per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
     per_weight += 8 if config.bits or config.has_budget else 0  # the weight on the grid and its gradient
-    streams = [trace.allocate("streams", run.footprint.hidden * n // run.batch, "recovery") for n in 2 * run.sizes]
+    streams = [trace.allocate("streams", run.hidden_bytes, "recovery") for _ in range(2)]
     for block in (block for sequence in run.sequential for block in sequence.blocks if block.layers):
         footprint = run.footprint.blocks.get(block.name)
         activations = 0 if footprint is None else footprint.trained * samples * 4 // (run.batch * run.itemsize)
@@ -309,7 +287,7 @@ def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
     placement = Placement.within(size, run.storage)
     if not placement.trains:
         return False
-    cache = trace.allocate("streams", run.footprint.hidden * run.samples // run.batch, "teacher")
+    cache = trace.allocate("streams", run.hidden_bytes, "teacher")
     samples = min(part_size(run.samples), run.batch)
     passes = [block.trained for block in run.footprint.blocks.values()] or [run.footprint.whole]
     activations = sum(passes) * samples // run.batch + 3 * samples * run.tokens * run.vocabulary * run.itemsize

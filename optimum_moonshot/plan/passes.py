@@ -4,7 +4,7 @@ The batch passes the model, and then, under the hooks of the run, the first bloc
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,20 +35,22 @@ class Trial:
 
     subject: Subject
     batch: Batch
-    calls: dict[Any, tuple[str, PassRunner]]  # kind of block → the first one's name, and its call on the batch
-    outside: float  # seconds of a forward pass outside of all blocks
-    forward: float  # seconds of a forward pass of all blocks
+    calls: dict[
+        Any, tuple[str, PassRunner]
+    ]  # kind of sequential block → name and call of the first one
+    outside: float  # seconds of a forward pass outside of sequential blocks
+    forward: float  # seconds of a forward pass of all sequential blocks
 
     @classmethod
     def of(cls, subject: Subject, run: RunSpec, batch: Batch) -> "Trial":
         calls: dict[Any, tuple[str, PassRunner]] = {}
-        blocks, inside, started = run.selection.structure.blocks, 0.0, list[float]()
+        blocks = [block for sequence in run.sequential for block in sequence.blocks]
+        inside, started = 0.0, list[float]()
 
         def enter(block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with suppress(KeyError):  # without a hidden state: its layers are observed by passes of the whole model
-                hidden, others, named = split_hidden(args, kwargs)
-                call = BlockCall(others, without_caches(named), hidden)
-                calls.setdefault(kind_of(block), (block.name, partial(_run_block, block.module, call, batch)))
+            hidden, others, named = split_hidden(args, kwargs)
+            call = BlockCall(others, without_caches(named), hidden)
+            calls.setdefault(kind_of(block), (block.name, partial(_run_block, block.module, call, batch)))
             started.append(clock(run.device))
 
         def leave(*_: Any) -> None:
@@ -64,7 +66,7 @@ class Trial:
             outside = clock(run.device) - start - inside
         trial = cls(subject, batch, calls, outside, 0.0)
         alone = {kind: trial.observed(run, call, ()) for kind, (_, call) in calls.items()}
-        trial.forward = sum(alone.get(kind_of(block), 0.0) for block in blocks)
+        trial.forward = sum(alone[kind_of(block)] for block in blocks)
         return trial
 
     def seconds(self, phase: Phase) -> float:
@@ -77,8 +79,7 @@ class Trial:
                 passes[kind] = self._pass_seconds(run, visits[name], call)
         for visit in phase.visits:
             if visit.block.name == WHOLE:
-                blocks = run.selection.structure.blocks if run.offloaded is None else ()
-                model = FullModelPipeline(self.subject.model, blocks, [self.batch], run.gradients, self.subject.loss)
+                model = FullModelPipeline(self.subject.model, (), [self.batch], run.gradients, self.subject.loss)
                 total += visit.passes * self._pass_seconds(run, visit, model.run)
             else:
                 total += visit.passes * passes[kind_of(visit.block)]

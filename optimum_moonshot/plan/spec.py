@@ -138,6 +138,17 @@ class RunSpec:
             threads=1 if is_gpu(self.device) else torch.get_num_threads(),
         )
 
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of all samples between two blocks."""
+        return self.footprint.hidden * self.samples // self.batch
+
+    def result_bytes(self, layer: PrunableLayer) -> int:
+        """Bytes of a layer's pruned weight; in a file only its survivors and a bit mask."""
+        size = weight_bytes(layer)
+        survivors = round((1 - self.pattern(layer).sparsity) * size)
+        return min(size, survivors + layer.shape[0] * layer.shape[1] // 8) if self.result_place == DISK else size
+
     def solver_bytes(self, layer: PrunableLayer, rows: int) -> int:
         """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
         size, solver, pattern = self.problem_size(layer, rows), self.selection.solver, self.pattern(layer)
