@@ -64,7 +64,7 @@ def pruned_layers(model: nn.Module) -> Layers:
     selected = find_structure(model, record.targets, record.ignore).layers()
     layers = [layer for layer in selected if layer.name not in record.dense]
     selected_names = [layer.name for layer in layers]
-    patterns, grids = record.layer_patterns(selected_names), record.layer_grids(selected_names)
+    patterns, grids = record.pattern_rules.of(selected_names), record.layer_grids(selected_names)
     names, entries = shared_names(model), Layers()
     for layer in layers:
         pattern = patterns[layer.name]

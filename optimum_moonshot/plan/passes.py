@@ -35,9 +35,7 @@ class Trial:
 
     subject: Subject
     batch: Batch
-    calls: dict[
-        Any, tuple[str, PassRunner]
-    ]  # kind of sequential block → name and call of the first one
+    calls: dict[Any, tuple[str, PassRunner]]  # kind of sequential block → name and call of the first one
     outside: float  # seconds of a forward pass outside of sequential blocks
     forward: float  # seconds of a forward pass of all sequential blocks
 

@@ -58,14 +58,10 @@ def check_tokens_removable(model: Any) -> None:
     require(not per_layer, f"every block of {name} has embeddings of tokens", field="vocabulary")
     require_resident(model)
     if PruningRecord.of(model) is not None:
-        tables = {id(table.weight) for table in _tables(model)}
+        embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+        tables = {id(table.weight) for table in embeddings if table is not None}
         pruned = next((name for name in pruned_layers(model) if id(model.get_parameter(name)) in tables), None)
         require(pruned is None, f"{pruned} is pruned, and the report has its shape", field="vocabulary")
-
-
-def _tables(model: PreTrainedModel) -> list[Any]:
-    """The embeddings, and the head if there is one."""
-    return [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
 
 
 def configured_ids(model: PreTrainedModel, tokens: Sequence[int]) -> set[int]:
