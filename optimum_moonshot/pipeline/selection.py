@@ -56,6 +56,10 @@ class Subject:
         """Whether directions of the residual stream were removed before the run, so that every block differs."""
         return self.teacher is not None and self.teacher.basis is not None
 
+    def require_one_process(self, call: str) -> None:
+        """Raise `MoonshotError` if several processes make a call that they cannot share."""
+        require(self.ranks.size == 1, f"{call} runs in one process", hint="start it without a launcher")
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:

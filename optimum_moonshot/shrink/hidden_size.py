@@ -193,7 +193,7 @@ def narrow_model(
     calibration = config.calibration if calibration is None else calibration
     require(calibration is not None, "directions are ranked on data; give some", field="calibration", value=None)
     check_dense(subject.model, "a smaller hidden size", "narrow")
-    require(subject.ranks.size == 1, "reduce_width runs in one process", hint="start it without a launcher")
+    subject.require_one_process("reduce_width")
     prepared = prepare(subject, select(subject.model, config), calibration)
     assert isinstance(prepared.model, PreTrainedModel)
     lam = LAM if config.lam is None else config.lam

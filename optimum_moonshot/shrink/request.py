@@ -129,7 +129,7 @@ def check_request(
     message = "the target determines the sparsity of every layer"
     require(config.allocation == "uniform", message, field="allocation", value=config.allocation)
     require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
-    require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
+    subject.require_one_process("shrink")
     require_resident(model)
     check_dense(model, "a smaller model", "shrink")
     assert isinstance(model, PreTrainedModel)

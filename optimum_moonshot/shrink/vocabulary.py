@@ -243,7 +243,7 @@ def check_vocabulary(subject: Subject, vocabulary: Any) -> int | None:
     number = isinstance(vocabulary, int)
     if number:
         check_whole("vocabulary", vocabulary, 1)
-    require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
+    subject.require_one_process("shrink")
     check_tokens_removable(subject.model)
     message = "a smaller vocabulary needs one"
     require(subject.tokenizer is not None, message, field="tokenizer", value=None, hint=NO_TOKENIZER)
