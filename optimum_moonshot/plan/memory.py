@@ -138,7 +138,8 @@ def count_passes(trace: MemoryTrace, phase: str, solves: bool = True, whole: boo
             trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=logits)
         for block in reversed(blocks) if run.gradients else blocks:
             if block.layers:
-                visits.append(_count_block(trace, phase, block, solves, whole))
+                visit = _count_block(trace, phase, block, solves, whole)
+                visits.append(visit._replace(passes=visit.passes + run.recomputes))
             if run.gradients:
                 trace.free(caches.pop())
         trace.free(*caches)

@@ -89,6 +89,13 @@ class RunSpec:
         return self.selection.layers[0].parameter.dtype.itemsize
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the statistics are those of the pruned prefix, which takes one more pass at every block."""
+        in_turn = len(self.sequential) == 1 and not (self.non_sequential or self.selection.structure.outside)
+        in_turn &= not (self.gradients and any(layer.separate for layer in self.selection.layers))
+        return in_turn if self.selection.recompute is None else self.selection.recompute
+
+    @property
     def result_place(self) -> str:
         """Where results wait for the end of the run."""
         on_disk = self.resumes or (self.offloaded is not None and self.offloaded.place == DISK)

@@ -196,6 +196,12 @@ def test_a_plan_with_weights_has_seconds_and_one_without_has_none():
     assert not planned().seconds
 
 
+@pytest.mark.parametrize(("lam", "fisher", "most"), [(1.0, "rows", 2), (0.5, "shared", 2), (0.5, "rows", 1)])
+def test_statistics_behind_pruned_blocks_take_one_more_pass(lam, fisher, most):
+    passes = [planned(lam=lam, fisher=fisher, **fields).blocks[0].passes for fields in ({"recompute": False}, {})]
+    assert passes == [1, most]
+
+
 def test_a_plan_without_weights_equals_one_with_them():
     def memory(plan):
         return {(m.phase, m.where): {k: v for k, v in m.items.items()} for m in plan.snapshots}
