@@ -18,7 +18,7 @@ from torch import nn
 
 from ..calibration.storage import Storage
 from ..devices import is_gpu
-from ..errors import Option, Text, require
+from ..errors import require
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
 from .blockwise import Recovery
@@ -38,7 +38,7 @@ def plan_recovery(prepared: Prepared, variant: Variant) -> Callable[[], float]:
     """
     config = variant.selection.config
     if config.recover == "distill":
-        message = Text("{} needs data", Option("recover", "distill"))
+        message = "recover='distill' needs data"
         require(prepared.data is not None, message, field="calibration", value=None)
         part_size(prepared.calibration.num_samples)
         size = TrainingBytes.of(prepared.model, config.bits is not None or config.has_budget)

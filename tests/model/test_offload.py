@@ -223,7 +223,7 @@ def test_offloading_needs_sequential_blocks(tmp_path):
     sizes = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4)
     model = hf.T5ForTokenClassification(hf.T5Config(**sizes, **EDGE, num_labels=96)).eval()
     model.save_pretrained(tmp_path / "t5")
-    with pytest.raises(MoonshotError, match="load the model without offload to prune it"):
+    with pytest.raises(MoonshotError, match="load the model without `offload` to prune it"):
         offloaded(tmp_path / "t5").prune(token_batches(), progress=False)
 
 
