@@ -68,42 +68,40 @@ class ModelPipeline:
     losses: list[Tensor | None] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Stage]:
-        prepared, selection, self.losses = self.prepared, self.prepared.selection, []
-        structure, gradients = selection.structure, self._needs_gradients
-        if not any(map(self.results.lacks, selection.layers)):
-            return
-        if prepared.data is None:
-            yield from self._without_data()
-        elif self.weight is not None:
-            yield from self._recomputed(self.weight)
-        else:
-            sequences = block_sequences(prepared, gradients)
-            for layer in (layer for block in sequences.unreached for layer in block.layers):
-                if self.results.lacks(layer):
-                    self.results.skip(layer)
-            for sequence in sequences.sequential:
-                walk = walk_over(prepared, sequence, prepared.batches, gradients)
-                total, shown = len(walk.batches), prepared.subject.progress
-                with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
-                    walk.progress = bar.update
-                    stages = walk.capture()
-                self.losses = self.losses or walk.losses
-                for stage in stages:
-                    lacking = any(map(self.results.lacks, stage.layers))
-                    yield stage
-                    if lacking:  # else a restart has only passed through it
-                        prepared.backoff.grow(stage.recut, lambda: prepared.batches)
-            others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
-            if others or structure.outside:
-                layers, loss = others + structure.outside, prepared.subject.loss
-                full = FullModelPipeline(prepared.model, structure.blocks, prepared.batches, gradients, loss, layers)
-                yield from full
-                self.losses = self.losses or full.losses
-            if others:
-                cost = f"{full.passes} passes of the whole model, with all its activations in memory"
-                self.notes.append(
-                    f"{len(sequences.non_sequential)} blocks are not sequential; their layers took {cost}"
-                )
+        self.losses = []
+        if not any(map(self.results.lacks, self.prepared.selection.layers)):
+            return iter(())
+        if self.prepared.data is None:
+            return self._without_data()
+        return self._of_dense_model() if self.weight is None else self._behind_pruned(self.weight)
+
+    def _of_dense_model(self) -> Iterator[Stage]:
+        prepared, structure, gradients = self.prepared, self.prepared.selection.structure, self._needs_gradients
+        sequences = block_sequences(prepared, gradients)
+        for layer in (layer for block in sequences.unreached for layer in block.layers):
+            if self.results.lacks(layer):
+                self.results.skip(layer)
+        for sequence in sequences.sequential:
+            walk = walk_over(prepared, sequence, prepared.batches, gradients)
+            total, shown = len(walk.batches), prepared.subject.progress
+            with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
+                walk.progress = bar.update
+                stages = walk.capture()
+            self.losses = self.losses or walk.losses
+            for stage in stages:
+                lacking = any(map(self.results.lacks, stage.layers))
+                yield stage
+                if lacking:  # else a restart has only passed through it
+                    prepared.backoff.grow(stage.recut, lambda: prepared.batches)
+        others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
+        if others or structure.outside:
+            layers, loss = others + structure.outside, prepared.subject.loss
+            full = FullModelPipeline(prepared.model, structure.blocks, prepared.batches, gradients, loss, layers)
+            yield from full
+            self.losses = self.losses or full.losses
+        if others:
+            cost = f"{full.passes} passes of the whole model, with all its activations in memory"
+            self.notes.append(f"{len(sequences.non_sequential)} blocks are not sequential; their layers took {cost}")
 
     @property
     def _needs_gradients(self) -> bool:
@@ -116,18 +114,16 @@ class ModelPipeline:
                 yield OpenStage(block.layers, lambda observer: None, block.onloaded)
         yield OpenStage(structure.outside, lambda observer: None)
 
-    def _recomputed(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
+    def _behind_pruned(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
         prepared, structure = self.prepared, self.prepared.selection.structure
         gradients, loss = self._needs_gradients, prepared.subject.loss
         sequences = block_sequences(prepared, gradients).sequential
         extras = next((sequence.extras for sequence in sequences if sequence.blocks == structure.blocks), None)
-        pipeline = RecomputePipeline(
-            prepared.model, structure, prepared.batches, loss, prepared.storage, weight, gradients, extras
-        )
-        for stage in pipeline:
-            yield stage
-            prepared.backoff.grow(stage.recut, lambda: prepared.batches)
-        self.notes.append(pipeline.cost)
+        options = prepared.storage, weight, gradients, extras
+        pipeline = RecomputePipeline(prepared.model, structure, prepared.batches, loss, *options)
+        pipeline.notes = self.notes
+        pipeline.grow = lambda stage: prepared.backoff.grow(stage.recut, lambda: prepared.batches)
+        return iter(pipeline)
 
     def reason(self, layer: PrunableLayer) -> str:
         """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""
@@ -174,33 +170,35 @@ def swapped_weights(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -
             parameter.data = data
 
 
-class _RecomputeStage(BlockStage):
+class _PrefixStage(BlockStage):
     """A block that is observed dense behind pruned ones, and advances with its pruned weights to the next, if any."""
 
     def __init__(self, recompute: RecomputePipeline, blocks: Walk, index: int, has_next: bool):
         super().__init__(blocks, index)
-        self.recompute, self.has_next = recompute, has_next
-
-    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        """Like `BlockStage.observe`, but without advancing; the gradients come from the dense blocks behind it."""
-        recompute, blocks, index = self.recompute, self.walk, self.index
-        assert observer is not None
-        if not (blocks.gradients and observer.gradients):
-            super().observe(observer)
-            recompute.forward += 1
-            return
-        blocks.run_from(index, observer)
-        behind = recompute.last - index
-        recompute.forward += 2 * (1 + behind)
-        recompute.backward += 1 + behind
+        self.recompute, self.has_following = recompute, has_next
+        self.has_next = False  # no pass with dense weights advances
 
     def advance(self) -> None:
-        if self.has_next:
+        self.recompute.forward += self.passes + self.has_following
+        if self.has_following:
             with swapped_weights(self.layers, self.recompute.weight):
                 self.walk.forward(self.index)
-            self.recompute.forward += 1
             self.advanced = True
         self.walk.calls[self.index] = []
+
+
+class _DifferentiatedStage(_PrefixStage):
+    """The same for a block with gradients, which come from the dense blocks behind it."""
+
+    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
+        assert observer is not None
+        if not observer.gradients:
+            super().observe(observer)
+            return
+        self.walk.run_from(self.index, observer)
+        behind = self.recompute.last - self.index
+        self.recompute.forward += 2 * (1 + behind)
+        self.recompute.backward += 1 + behind
 
 
 @dataclass(eq=False)
@@ -219,39 +217,37 @@ class RecomputePipeline:
     weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
     gradients: bool  # whether any layer needs them
     extras: Extras | None  # with which the blocks, all in one sequence, can return their input; None where they cannot
+    grow: Callable[[Stage], None] = lambda stage: None  # called after every block that is done
+    notes: list[str] = field(default_factory=list)  # for the report: the passes that the stages took
 
     def __post_init__(self) -> None:
         self.blocks, self.last = self.structure.blocks, len(self.structure.blocks) - 1
         self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
-
-    @property
-    def cost(self) -> str:
-        """The passes that the stages took, for the report."""
-        parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
-        parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
-        return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
 
     def __iter__(self) -> Iterator[Stage]:
         """One stage per block, from the first to the last with layers, then one per layer outside of blocks."""
         inside, done = [block.layers for block in self.blocks if block.layers], Layers()
         tied = any(len(layer.modules) > 1 for layers in inside for layer in layers)
         if inside and self.extras is not None and not tied:
-            yield from self._blocks()
+            blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, self.extras)
+            observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
+            blocks.capture_arguments()
+            for i in range(observed[0]):
+                with self.blocks[i].onloaded():
+                    blocks.forward(i)
+            self.forward += observed[0]
+            kind = _DifferentiatedStage if self.gradients else _PrefixStage
+            for i in observed:
+                stage = kind(self, blocks, i, i < observed[-1])
+                yield stage
+                self.grow(stage)
             inside, done = [], sum(inside, ())
         for layers in (*inside, *((layer,) for layer in self.structure.outside)):
             yield OpenStage(layers, partial(self._run_whole, done))
             done += layers
-
-    def _blocks(self) -> Iterator[Stage]:
-        blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, self.extras)
-        observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
-        blocks.capture_arguments()
-        for i in range(observed[0]):
-            with self.blocks[i].onloaded():
-                blocks.forward(i)
-        self.forward += observed[0]
-        for i in observed:
-            yield _RecomputeStage(self, blocks, i, i < observed[-1])
+        parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
+        parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
+        self.notes.append(f"statistics recomputed on the pruned prefix: {', '.join(parts)}")
 
     def _run_whole(self, done: Layers, observer: PassObserver) -> None:
         with swapped_weights(done, self.weight):

@@ -160,13 +160,14 @@ class BlockStage:
     def __init__(self, walk: "Walk", index: int):
         self.walk, self.index, self.block = walk, index, walk.blocks[index]
         self.layers, self.module, self.onloaded = self.block.layers, self.block.module, self.block.onloaded
-        self.recut, self.advanced = walk.recut, False
+        self.recut, self.advanced, self.passes = walk.recut, False, 0
         # Whether another stage of the walk follows.
         self.has_next = index > walk.lowest if walk.gradients else index < walk.highest
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
         """Like `Stage.observe`, but without an observer the data pass unobserved."""
         walk, first, advance = self.walk, 0, advance and self.has_next
+        self.passes += 1
         device = next(self.module.parameters()).device
         for index, batch in enumerate(walk.batches):
             call, count, mask = walk.calls[self.index][index], batch_size(batch), token_mask(batch)
