@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id, yaml_dump
+from transformers.utils import CONFIG_NAME
 
 from ..errors import reason
 
@@ -74,6 +75,14 @@ def find_base(name_or_path: str) -> Base:
         why = f"{type(error).__name__}: {reason(error)}"
         _log.warning("the card of %s cannot be read, so its licence is not copied: %s", name_or_path, why)
         return Base(name)
+
+
+def find_source(name_or_path: str) -> str | None:
+    """The name on the Hub of the model that was pruned, or that of its folder; None for a model made in memory."""
+    if not os.path.isdir(name_or_path):
+        return _repository(name_or_path)
+    folder = Path(name_or_path)
+    return folder.resolve().name if (folder / CONFIG_NAME).is_file() else None  # a GGUF file's folder has none
 
 
 def _repository(name: Any) -> str | None:
