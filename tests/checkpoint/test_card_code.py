@@ -14,6 +14,7 @@ from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, convert, load_pruned
 from optimum_moonshot.__main__ import main
+from optimum_moonshot.checkpoint.base_card import find_source
 from optimum_moonshot.checkpoint.card_code import literal, programs, pruning_code
 
 CONVERTER = ROOT / "tests" / "support" / "fake_converter.py"
@@ -93,6 +94,14 @@ def test_a_model_and_data_in_memory_are_left_open(tmp_path):
     assert 'model = ...  # "LlamaForCausalLM"\n' in code and 'calibration = ...  # "list of 1 items"\n' in code
     assert "pruner.prune(calibration)" in code
     compile(code, "card", "exec")
+
+
+def test_the_dense_model_is_named_without_its_folders(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    assert find_source(str(tmp_path / "model.gguf")) == "model.gguf" and find_source(str(tmp_path)) == tmp_path.name
+    assert (
+        find_source("org/model") == "org/model" and find_source("") is None and find_source("/no/such/folder") is None
+    )
 
 
 def test_the_commands_name_the_programs_that_load_the_model(dense, tmp_path, monkeypatch, capsys):
