@@ -72,10 +72,11 @@ def ranked(rows: list[dict], options: Any, save: Any) -> None:
                 key["lam"] = lam
                 if any(all(row.get(name) == value for name, value in key.items()) for row in rows):
                     continue
-                smaller, removal = without_blocks(model, decision.blocks)
                 at_lam = dataclasses.replace(run, config=dataclasses.replace(settings, lam=lam))
-                smaller, _ = apply_decision(at_lam, decision, smaller, removal)
+                smaller, removal, decided = without_blocks(at_lam, tables.merging, decision)
+                smaller, _ = apply_decision(at_lam, decided, smaller, removal)
                 row = {"predicted": choice.loss, "perplexity": held_out(smaller, tokenizer)}
+                row["merged"] = list(decided.report.merged)
                 rows.append({**key, "parameters": smaller.num_parameters(), **row})
                 save()
 

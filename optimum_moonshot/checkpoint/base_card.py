@@ -56,11 +56,11 @@ class Base:
 def find_base(name_or_path: str) -> Base:
     """The dense model that was pruned, from the name or path that it was loaded from.
 
-    A folder has no name on the Hub, unless a card of this package names it. A card that cannot be read is ignored with
-    a warning, so that saving a model depends neither on the network nor on foreign cards.
+    A folder or a file has no name on the Hub, unless a card of this package names it. A card that cannot be read is
+    ignored with a warning, so that saving a model depends neither on the network nor on foreign cards.
     """
     folder = os.path.isdir(name_or_path)
-    name = None if folder else _repository(name_or_path)
+    name = None if os.path.exists(name_or_path) else _repository(name_or_path)
     path = Path(name_or_path) / "README.md"
     source = path if folder and path.is_file() else name
     if not source:
@@ -74,6 +74,12 @@ def find_base(name_or_path: str) -> Base:
         why = f"{type(error).__name__}: {reason(error)}"
         _log.warning("the card of %s cannot be read, so its licence is not copied: %s", name_or_path, why)
         return Base(name)
+
+
+def find_source(name_or_path: str) -> str | None:
+    """The name on the Hub of the model that was pruned, or that of its folder or GGUF file; None for one in memory."""
+    path = name_or_path and os.path.exists(name_or_path)
+    return Path(name_or_path).resolve().name if path else _repository(name_or_path)
 
 
 def _repository(name: Any) -> str | None:

@@ -1,6 +1,5 @@
 """The model cards of pruned and rotated models: YAML and text about the run, above the card of the dense model."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -24,7 +23,19 @@ from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport
-from .base_card import MARKER, Base, code, escaped, find_base, parted, printable, split, unescaped
+from .base_card import (
+    MARKER,
+    Base,
+    code,
+    escaped,
+    find_base,
+    find_source,
+    parted,
+    printable,
+    split,
+    unescaped,
+)
+from .card_code import literal, programs, pruning_code
 from .packed_files import packed_weights
 
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -80,6 +91,7 @@ class Facts:
     dense_bytes: int
     packed_bytes: int
     architecture: str  # the model's class
+    source: str | None = None  # of the dense model: its name on the Hub, or that of its folder; None in memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -87,13 +99,15 @@ class Facts:
         check_whole("packed", self.packed_bytes, least=0)
         check_whole("dense", self.dense_bytes, least=1)
         require(isinstance(self.architecture, str), "must name a class", field="architectures", value=self.architecture)
+        named = self.source is None or isinstance(self.source, str)
+        require(named, "must be a name", field="source", value=self.source)
 
     @classmethod
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
         """The facts of a pruned transformers model; `MoonshotError` if it is not pruned, or its record is damaged."""
-        base = find_base(getattr(model, "name_or_path", ""))
-        lam = PruningRecord.require_of(model).lam
-        return cls(name, format, base, lam, *bytes_on_disk(model), type(model).__name__)
+        origin, lam = getattr(model, "name_or_path", ""), PruningRecord.require_of(model).lam
+        sizes, architecture = bytes_on_disk(model), type(model).__name__
+        return cls(name, format, find_base(origin), lam, *sizes, architecture, find_source(origin))
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
@@ -105,7 +119,8 @@ class Facts:
             (architecture,) = read_json(folder / "config.json")["architectures"]
             heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
             name = name or (unescaped(heading[1].strip()) if heading else folder.resolve().name)
-            return cls(name, format, split(None, card), entry["lambda"], dense, packed, architecture)
+            source = entry.get("source")
+            return cls(name, format, split(None, card), entry["lambda"], dense, packed, architecture, source)
         except Exception:  # any other content: not a card of this package
             return None
 
@@ -144,7 +159,7 @@ def _from_template(template: str, data: ModelCardData, base: Base, **values: Any
         data,
         template_str=Path(__file__).with_name(template).read_text(encoding="utf-8"),
         title=escaped(data.model_name),
-        literal=json.dumps(data.model_name, ensure_ascii=False),
+        literal=literal(data.model_name),
         base=base.name,
         base_text=base.text,
         marker=MARKER,
@@ -193,15 +208,16 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         facts=facts,
         solver=_SOLVERS.get(solver) or escaped(solver),
         auto_class=_auto_class(facts.architecture)[0],
+        programs=programs(report, facts.architecture, facts.name, facts.format),
+        pruning_code=pruning_code(report, facts.source, facts.architecture, facts.name, facts.format),
+        evaluations=_evaluations(report),
         method=_method(report, facts),
         plot=PLOT_NAME,
         kinds=_kinds(report),
         mixtures=_mixtures(report),
         seconds=", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items()),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
-        data_name=data_name,
-        percent=lambda fraction: f"{100 * fraction:.1f}%",
-        short=_short,
+        percent=_percent,
     )
 
 
@@ -220,6 +236,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
         eval_results=_results(report, facts) or None,
         moonshot={
             "format": facts.format,
+            "source": facts.source,
             "solver": config["solver"],
             "pattern": config["pattern"],
             "lambda": facts.lam,
@@ -285,7 +302,7 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         ("solver", config["solver"]),
         ("pattern", config["pattern"] + note),
         ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
-        ("layers with the Fisher loss", config["fisher"]),
+        ("layers with the Fisher loss", "none" if facts.lam in (None, 1) else config["fisher_layers"]),
     ]
     options = {"damping": config["damping"], **config.get("solver_options", {})}
     rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
@@ -295,7 +312,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     if report.embedding_bits is not None:
         rows.append(("bits of the word embeddings and the head", report.embedding_bits))
     if config.get("allocation", "uniform") != "uniform":
-        rows.append(("allocation of the sparsity", config["allocation"]))
+        by_name = isinstance(config["allocation"], Mapping)
+        rows.append(("allocation of the sparsity", "by the names of layers" if by_name else config["allocation"]))
     if report.rotation is not None and report.rotation.rotated:
         rotation = report.rotation
         change = f"objective {rotation.objective_before:.4f} → {rotation.objective_after:.4f}"
@@ -337,6 +355,28 @@ def _mixtures(report: PruneReport) -> list[tuple[str, str, str, str]]:
             criteria = ", ".join(f"{name} {other}" for name, other in others)
             rows.append((code(layer.name), ", ".join(map(str, layer.experts.removed)), loss, criteria))
     return rows
+
+
+def _evaluations(report: PruneReport) -> list[tuple[str, str, str, str]]:
+    """Every measurement before and after pruning, and its recovery."""
+    rows = []
+    for name, values in report.evaluations.items():
+        metric, dense, pruned = values["metric"], values["dense"], values["pruned"]
+        before, measured = "" if dense is None else _short(dense), escaped(f"{metric} on {data_name(name, metric)}")
+        rows.append((measured, before, _short(pruned), _recovered(metric, dense, pruned)))
+    return rows
+
+
+def _recovered(metric: str, dense: float | None, pruned: float) -> str:
+    """Accuracy in % of the dense model's, or the dense perplexity in % of the pruned model's; empty if undefined."""
+    if metric not in ("accuracy", "perplexity") or dense is None or not math.isfinite(dense + pruned):
+        return ""
+    over, under = (pruned, dense) if metric == "accuracy" else (dense, pruned)
+    return _percent(over / under) if under else ""
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"
 
 
 def _short(value: float) -> str:

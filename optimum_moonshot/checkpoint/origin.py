@@ -159,7 +159,7 @@ def _detach_quantizer(model: PreTrainedModel) -> str:
         conversions: Iterable[Any] = getattr(model, "_weight_conversions", None) or ()
         steps = (step for conversion in conversions for step in getattr(conversion, "operations", None) or ())
         quantizer = next((step.hf_quantizer for step in steps if getattr(step, "hf_quantizer", None)), None)
-        if quantizer is None:
+        if quantizer is None and vars(model).get("is_quantized") is not False:  # False: of a removed quantizer
             return ""
     elif quantizer.quantization_config.quant_method != "gguf" or getattr(quantizer, "packed_modules", None):
         method = _method(quantizer)
@@ -174,12 +174,19 @@ def _detach_quantizer(model: PreTrainedModel) -> str:
             for config in (module.config, module.config.get_text_config()):
                 for name in ("quantization_config", "_is_quantized"):
                     vars(config).pop(name, None)
-    return _method(quantizer)
+    return _stored_method(model) if quantizer is None else _method(quantizer)
 
 
 def _method(quantizer: Any) -> str:
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method))
+
+
+def _stored_method(model: PreTrainedModel) -> str:
+    """The method that the checkpoint of a dequantized model declares; transformers >= 5.24 keeps no trace of it."""
+    folder = _folder(source_of(model))
+    declared = {} if folder is None else Checkpoint(folder).config.get("quantization_config")
+    return str(declared.get("quant_method")) if isinstance(declared, Mapping) and declared else "unknown method"
 
 
 def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> dict[Path, list[str]]:

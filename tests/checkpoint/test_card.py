@@ -147,7 +147,7 @@ def test_non_finite_measurements_are_not_in_the_yaml(tmp_path):
     data, text = card(tmp_path)
     values = [metric["value"] for result in data["model-index"][0]["results"] for metric in result["metrics"]]
     assert values == [5.0, 1.0, 2.0]
-    assert "| perplexity on text | 5.00 | inf |" in text and "pipes \\| and lines" in text
+    assert "| perplexity on text | 5.00 | inf |  |" in text and "pipes \\| and lines" in text
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Untrusted text in cards: a foreign card or name neither stops a save nor adds markup to our part."""
 
+import ast
 import copy
 import dataclasses
 import os
+import shlex
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ HOSTILE = (
     "\x00\x1b[31mred\x85\u2028\u202e\ufeff",
 )
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-HEADINGS = ("How to load it", "How it was pruned", "Sparsity", "Evaluation", "Size and cost")
+HEADINGS = ("How to load it", "How it was pruned", "How to make it again", "Sparsity", "Evaluation", "Size and cost")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_names_of_models_layers_and_data_add_no_markup(text, pruner, tmp_path):
     report.calibration = {"source": text, "num_samples": 1, "sequence_length": 2, "digest": text, "notes": [text]}
     report.versions, report.seconds = {text: text}, {**report.seconds, text: 1.0}
     report.record_evaluation(text, 2.0, 3.0)
-    facts = dataclasses.replace(Facts.gather(pruner.model, "name", "dense"), name=text)
+    facts = dataclasses.replace(Facts.gather(pruner.model, "name", "dense"), name=text, source=text)
     for format in ("dense", "packed"):
         rendered = str(render(report, dataclasses.replace(facts, format=format)))
         (tmp_path / "README.md").write_text(rendered, encoding="utf-8")
@@ -103,10 +105,15 @@ def test_names_of_models_layers_and_data_add_no_markup(text, pruner, tmp_path):
         assert_whole(shown, facts.name)
         assert data["moonshot"]["solver"] == text and data["moonshot"]["calibration"]["source"] == text
         assert "license" not in data
-        (block,) = [token.content for token in tokens(shown) if token.type == "fence"]
-        (call,) = [line for line in block.splitlines() if "from_pretrained" in line]
+        fences = {token.content: token.info for token in tokens(shown) if token.type == "fence"}
+        loading, pruning = [content for content, language in fences.items() if language == "python"]
+        (call,) = [line for line in loading.splitlines() if "from_pretrained" in line]
         stand_in = type("Auto", (), {"from_pretrained": staticmethod(lambda name, dtype: name)})
         assert eval(call.partition("=")[2], {"AutoModelForCausalLM": stand_in}) == facts.name
+        source = ast.parse(pruning).body[-3].value.args[0].value
+        assert source == text
+        for command in (content for content, language in fences.items() if language == "bash"):
+            assert facts.name in shlex.split(command)
 
 
 @pytest.mark.parametrize("name", ["a|b`c<i>*x*", "two\nlines", "# --- {{x}}", "_x_ &amp;"])

@@ -112,7 +112,7 @@ def test_failures_give_a_hint_and_change_nothing(session):
     assert "me/small exists and contains" in done["exists"] and "exist_ok=True" in done["exists"]
     assert "private=False: me/small exists and is private" in done["public"]
     for attempt in ("cut", "cut again"):  # the repository that the first one made is empty: no obstacle
-        assert "broke" in done[attempt] and "nothing was published in me/cut; try again" in done[attempt]
+        assert "the connection to" in done[attempt] and "nothing was published in me/cut; try again" in done[attempt]
     assert hub.commits["me/cut"] == [] and hub.files["me/cut"].keys() == {".gitattributes"}
     assert "me/refused" not in hub.files
     assert "is not the name of a repository" in done["bad name"] and "repo_id=None" in done["no name"]
