@@ -65,7 +65,7 @@ IN_SOURCE = {
     "_orig_mod": torch._dynamo.OptimizedModule,
 }
 OF_VLLM = ["_already_called_process_weights_after_loading", "_get_weights_iterator", "_prepare_weights"]  # test_vllm.py
-PUBLIC = ["_C", "_replace"]  # torch._C, whose members are listed, and the method of named tuples
+PUBLIC = ["_C", "_asdict", "_replace"]  # torch._C, whose members are listed, and methods of named tuples
 IN_FILES = [
     "_codes", "_embeds", "_internal", "_meta", "_shape", "_token_", "_weight_", "_weight_qdata", "_weight_zero_point",
     "_zero_point",
