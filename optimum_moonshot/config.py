@@ -103,7 +103,7 @@ class MoonshotConfig(Options):
         message = Text("{} removes neurons and heads as they are; leave one of them out", pattern)
         self._require(self.rotation is None or not structured, "rotation", message)
         message = Text("{} removes experts at once; use {}", pattern, Option("recover", "blockwise"))
-        self._require(self.recover in (None, "blockwise") or not experts, "recover", message)
+        self._require(self.recover != "gradual" or not experts, "recover", message)
         if self.has_budget:
             budget = "target_bytes" if self.bits_per_weight is None else "bits_per_weight"
             single = self.target_bytes is None or self.bits_per_weight is None
@@ -206,6 +206,11 @@ class MoonshotConfig(Options):
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
+
+    @property
+    def distills(self) -> bool:
+        """Whether a recovery trains the model end to end."""
+        return self.recover in ("distill", "routers")
 
     @property
     def recovery_steps(self) -> int:
