@@ -19,9 +19,9 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.reports.tables import text_table
 
 VARIANTS = {
-    "uniform": {},
-    "OWL": {"allocation": "owl"},
-    "AlphaPruning": {"allocation": "alpha"},
+    "uniform": {"recompute": False},
+    "OWL": {"allocation": "owl", "recompute": False},
+    "AlphaPruning": {"allocation": "alpha", "recompute": False},
     "++": {"recompute": True},
 }
 

@@ -34,22 +34,22 @@ from optimum_moonshot.reports.tables import text_table
 
 PATTERNS = {name: {"pattern": name} for name in ("2:4", "4:8", "6:8", "8:16")}
 PATTERNS |= {str(sparsity): {"sparsity": sparsity} for sparsity in (0.5, 0.6, 0.7)}
+DENSE = {"recompute": False}  # statistics of the dense model
 METHODS = {
     "magnitude": {"solver": "magnitude"},
     "Wanda": {"solver": "wanda", "lam": 1},
     "SparseGPT": {"solver": "sparsegpt", "lam": 1},
-    "SparseGPT, recompute": {"solver": "sparsegpt", "lam": 1, "recompute": True},
     "SparseGPT, shared": {"solver": "sparsegpt", "lam": 0.9, "fisher": "shared"},
     "SparseGPT, rows": {"solver": "sparsegpt", "lam": 0.9, "fisher": "rows"},
     "ALPS": {"solver": "alps", "lam": 1},
-    "ALPS, recompute": {"solver": "alps", "lam": 1, "recompute": True},
     "ALPS, shared": {"solver": "alps", "lam": 0.9, "fisher": "shared"},
     "fast": {"recipe": "fast"},
     "one-shot": {"recipe": "one-shot"},
     "recovered": {"recipe": "recovered"},
-    "llm-compressor SparseGPT": {"peer": "SparseGPT"},  # peer.py
-    "llm-compressor Wanda": {"peer": "Wanda"},
 }
+METHODS |= {f"{name}, dense statistics": {**fields, **DENSE} for name, fields in METHODS.items() if name != "magnitude"}
+# peer.py
+METHODS |= {f"llm-compressor {name}": {"peer": name} for name in ("SparseGPT", "Wanda")}
 # Setting → fields of the configuration, or a target of `shrink`.
 SETTINGS = {f"{pattern}, {name}": {**PATTERNS[pattern], **METHODS[name]} for pattern in PATTERNS for name in METHODS}
 SETTINGS |= {f"{bits} bits, {name}": {"bits": bits, **METHODS[name]} for bits in (4, 3) for name in METHODS}

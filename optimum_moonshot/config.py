@@ -137,7 +137,7 @@ class MoonshotConfig(Options):
             why = field.metadata.get("experts")
             if self.pattern == Experts.kind and why is not None:
                 message = Text(f"{{}} {why}; leave one of them out", Option("pattern", self.pattern))
-                self._require(getattr(self, name) == field.default, name, message)
+                self._require(getattr(self, name) in (field.default, False), name, message)
 
     def _set_solver_options(self, solver: type[Solver]) -> None:
         """Check the solver's hyperparameters, and store each once: the shared ones in their fields."""

@@ -165,10 +165,13 @@ class Options:
         metavar="HOW",
         field={"hash": False},  # a dict has none
     )
-    recompute: bool = option(
-        False,
-        'the paper\'s "++": the statistics of each block on the pruned blocks before it (costs more passes)',
-        more="At λ = 1 every block runs once more; at λ < 1 the passes grow with the square of the number of blocks.",
+    recompute: bool | None = option(
+        None,
+        'the paper\'s "++": the statistics of each block on the pruned blocks before it. Default: where that takes one '
+        "more forward pass: language models at --lam 1, or with a shared Fisher term",
+        more='At λ = 1 every block runs once more; so it does with fisher="shared", whose token weights s_t come from '
+        "the dense model. With a Fisher term per row the gradients are recomputed too, and the passes grow with the "
+        "square of the number of blocks. Several variants share the statistics of the dense model.",
         experts="computes all statistics on the dense model",
     )
     fisher: str | None = option(
@@ -348,7 +351,8 @@ def check_values(options: Options) -> None:
         if "choices" in declared:
             check_choice(name, value, declared["choices"], optional)
         elif kind is bool:
-            require(isinstance(value, bool), "use True or False", field=name, value=value)
+            valid = isinstance(value, bool) or (value is None and optional)
+            require(valid, "use True or False", field=name, value=value)
         elif "shared" in declared or (value is None and optional):
             continue
         elif "path" in declared:

@@ -20,6 +20,7 @@ from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
 from ..objective.linalg import slice_bytes, split_within
 from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
+from .token_weights import TokenWeights
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
 STAGED = 64
@@ -94,6 +95,7 @@ class GradientPlan:
     nothing: bool = False  # only the observer's `extra` statistics
     shared: bool = False  # one matrix that all rows share, in place of the gradients
     squares: bool = False  # beside it the diagonals of the rows' own matrices
+    weights: TokenWeights | None = None  # of the dense model, for the shared matrix; None: from a backward pass
 
 
 def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
@@ -237,15 +239,17 @@ class RowMatrices(RowGradients):
 class WeightedGram(GradientStatistic):
     """``Σ_t s_t x_t x_tᵀ``, [groups, d_in, d_in], where ``s_t = mean_k δ_tk²``, and perhaps ``Σ_t δ_tk² x_tj²``.
 
-    They do not depend on the sample that a token belongs to.
+    They do not depend on the sample that a token belongs to. With the weights of the dense model, √s_t takes the place
+    of δ_t, and the second sum has the rows' shares of all tokens: δ_tk² ≈ s_t Σ_t δ_tk² / mean_k Σ_t δ_tk².
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan):
         self.layer, self.samples = layer, samples
         self.rows, d_in = layer.shape  # that this process solves
         self.value = storage.zeros((layer.groups, d_in, d_in), torch.float32, f"{layer.name}: Fisher matrix")
-        name = f"{layer.name}: Fisher diagonals"
-        self.squares = storage.zeros((self.rows, d_in), torch.float32, name) if plan.squares else None
+        self.shares = plan.weights.row_shares if plan.squares and plan.weights is not None else None
+        name, separate = f"{layer.name}: Fisher diagonals", plan.squares and plan.weights is None
+        self.squares = storage.zeros((self.rows, d_in), torch.float32, name) if separate else None
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         # The root of s_t multiplies x on both sides of a product, which is therefore symmetric.
@@ -262,6 +266,8 @@ class WeightedGram(GradientStatistic):
 
     def result(self) -> SharedFisher:
         which = torch.arange(self.rows) * len(self.value) // max(1, self.rows)
+        if self.shares is not None:  # of a single group
+            self.squares = torch.outer(self.shares.to(self.value.device), self.value[0].diagonal())
         return SharedFisher(self.value, which, self.samples, self.squares)
 
 

@@ -37,6 +37,7 @@ from .accumulators import (
 )
 from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
+from .token_weights import TokenWeights
 
 
 @dataclass
@@ -210,6 +211,7 @@ class GradientSums:
     """The statistics of a layer's gradients, by class; the gradients of its objective are under `GradientStatistic`."""
 
     statistics: dict[type, GradientStatistic]
+    weights: TokenWeights | None = None  # of the dense model, in place of gradients
     pending: int = 0  # calls of this batch without a gradient yet
 
     def add(self, call: LayerCall, delta: Tensor) -> None:
@@ -284,9 +286,10 @@ class Observer(AbstractContextManager["Observer"]):
             if plan.totals is not None:
                 statistics[LayerTotals] = LayerTotals(layer, samples, plan.totals)
             more = [kind for kind in extra if issubclass(kind, GradientStatistic)]
-            self.gradients[layer.name] = GradientSums(statistics | {k: k(layer, samples, storage) for k in more})
+            statistics |= {kind: kind(layer, samples, storage) for kind in more}
+            self.gradients[layer.name] = GradientSums(statistics, plan.weights)
         self.mask: Tensor | None = None
-        self.count = 0
+        self.first = self.count = 0
         self.watching = False  # between `begin` and `end`; calls outside of a batch do not count
         self._hooks = ExitStack()
 
@@ -304,7 +307,7 @@ class Observer(AbstractContextManager["Observer"]):
 
         `mask` is bool [B, T], True where a token counts; None where all do.
         """
-        self.count, self.mask, self.watching = count, mask, True
+        self.first, self.count, self.mask, self.watching = first, count, mask, True
         for sums in self.gradients.values():
             sums.pending = 0
             for statistic in sums.statistics.values():
@@ -329,6 +332,10 @@ class Observer(AbstractContextManager["Observer"]):
         if (inputs_sums := self.inputs.lacking(call)) is not None:
             inputs_sums.add(call)
         sums = self.gradients.get(layer.name)
+        if sums is not None and sums.weights is not None:
+            sums.pending += 1
+            sums.add(call, sums.weights.roots_of(self.first, self.count))
+            return None
         if sums is None or not torch.is_grad_enabled():
             return None
         sums.pending += 1

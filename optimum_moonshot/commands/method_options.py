@@ -22,7 +22,7 @@ def _argument(field: Field) -> dict[str, Any]:
     choices, how = declared.get("choices"), "HOW" if "choices" in declared else None
     argument: dict[str, Any] = {"metavar": declared.get("metavar", how)}
     if kind is bool:
-        argument = {"action": "store_true"}
+        argument = {"action": argparse.BooleanOptionalAction if optional else "store_true"}
     elif kind in (int, float):
         argument["type"] = kind
         text += f" ({field.default:g})" if field.default is not None else ""

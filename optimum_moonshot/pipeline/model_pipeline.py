@@ -10,7 +10,8 @@ whole prefix where the blocks are not sequential).
 Cost over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be observed and pruned to
 compute the next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block
 passes backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is
-alive at a time), and L passes of the head; one-shot statistics need L backwards and 2L forwards.
+alive at a time), and L passes of the head; one-shot statistics need L backwards and 2L forwards. Where the token
+weights of the Fisher term come from the dense model (prune/prefix.py), the cost is the sum of that and of λ = 1.
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ class ModelPipeline:
     # The pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the pruned prefix;
     # None for statistics of the dense model.
     weight: Callable[[PrunableLayer], Tensor] | None = None
+    gradients: bool | None = None  # whether backward passes are needed; None: where the selection needs gradients
     notes: list[str] = field(default_factory=list)  # for the report, after the last stage
     # ℓ_n of the dense model, by batch of this process, where a backward pass starts from them; after the last stage.
     losses: list[Tensor | None] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Stage]:
         prepared, selection, self.losses = self.prepared, self.prepared.selection, []
-        structure, gradients = selection.structure, selection.needs_gradients
+        structure, gradients = selection.structure, self._needs_gradients
         if not any(map(self.results.lacks, selection.layers)):
             return
         if prepared.data is None:
@@ -103,6 +105,10 @@ class ModelPipeline:
                     f"{len(sequences.non_sequential)} blocks are not sequential; their layers took {cost}"
                 )
 
+    @property
+    def _needs_gradients(self) -> bool:
+        return self.prepared.selection.needs_gradients if self.gradients is None else self.gradients
+
     def _without_data(self) -> Iterator[Stage]:
         structure = self.prepared.selection.structure
         for block in structure.blocks:
@@ -112,7 +118,7 @@ class ModelPipeline:
 
     def _recomputed(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
         prepared, structure = self.prepared, self.prepared.selection.structure
-        gradients, loss = prepared.selection.needs_gradients, prepared.subject.loss
+        gradients, loss = self._needs_gradients, prepared.subject.loss
         sequences = block_sequences(prepared, gradients).sequential
         extras = next((sequence.extras for sequence in sequences if sequence.blocks == structure.blocks), None)
         pipeline = RecomputePipeline(
@@ -179,7 +185,7 @@ class _RecomputeStage(BlockStage):
         """Like `BlockStage.observe`, but without advancing; the gradients come from the dense blocks behind it."""
         recompute, blocks, index = self.recompute, self.walk, self.index
         assert observer is not None
-        if not observer.gradients:
+        if not (blocks.gradients and observer.gradients):
             super().observe(observer)
             recompute.forward += 1
             return

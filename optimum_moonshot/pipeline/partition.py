@@ -7,11 +7,13 @@ of its rows or experts that are collected one pass at a time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..calibration.accumulators import GradientPlan, numbers_per_row
+from ..calibration.token_weights import TokenWeights
 from ..distributed.sharing import Owner, divide, rows_of_processes
 from ..model.layers import PrunableLayer
 from ..objective.linalg import split_range
@@ -41,14 +43,21 @@ class StatisticsSpec:
     samples: int  # N, calibration samples in all
     under_calibrated_experts: str = "all"  # as in `MoonshotConfig`
     shared: bool = False  # whether the rows of a layer share its Fisher matrix
+    token_weights: Mapping[str, TokenWeights] = field(default_factory=dict)  # of the dense model, by layer
 
     @classmethod
-    def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
+    def of(
+        cls,
+        selection: Selection,
+        patterns: Mapping[str, Sequence[Pattern]],
+        samples: int,
+        token_weights: Mapping[str, TokenWeights] = MappingProxyType({}),
+    ) -> "StatisticsSpec":
         """The statistics of a selection's layers, with its λ and solver."""
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
         config = selection.config
         under_calibrated, shared = config.under_calibrated_experts, selection.fisher == "shared"
-        return cls(selection.solver, patterns, lams, samples, under_calibrated, shared)
+        return cls(selection.solver, patterns, lams, samples, under_calibrated, shared, token_weights)
 
     @property
     def keeps_routing(self) -> bool:
@@ -75,7 +84,7 @@ class StatisticsSpec:
         """
         if self.shared and not self.diagonal:
             competing = any(isinstance(pattern, Unstructured) for pattern in self.patterns[layer.name])
-            return GradientPlan(shared=True, squares=competing)
+            return GradientPlan(shared=True, squares=competing, weights=self.token_weights.get(layer.name))
         d_in = layer.shape[1]
         sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
         compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)

@@ -118,6 +118,19 @@ class Selection:
         """Whether a backward pass starts from the samples' losses: for the layers, an allocation, or a rotation."""
         return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
 
+    @property
+    def recompute(self) -> bool | None:
+        """Whether the statistics are those of the pruned prefix; None where that depends on the model's blocks.
+
+        By default where it takes one more forward pass: by λ = 1, or by token weights of a Fisher term that rows share.
+        """
+        if self.config.recompute is not None:
+            return self.config.recompute
+        shared = self.fisher == "shared" and not self.solver.objective.diagonal_only
+        structured = isinstance(self.config.parsed_pattern, Structured | Experts)
+        cheap = shared or not self.needs_gradients
+        return None if cheap and self.kind == "language" and self.solver.calibrated and not structured else False
+
     def loss_notes(self, loss: Loss | None) -> list[str]:
         """A note on the loss, where it is used and the model has no head."""
         return [f"Fisher loss: {loss}"] if self.needs_losses and isinstance(loss, OutputLoss) else []

@@ -24,6 +24,7 @@ from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.variant import Variant, share_results
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
+from .prefix import NOTE, Prefix, find_prefix
 
 
 def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence[Variant]) -> None:
@@ -92,16 +93,22 @@ def solve(
 class Pruning(Task):
     """Solves every layer for each variant that lacks it, from the statistics of one pass; `bar` counts layers."""
 
-    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
+    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm, prefix: Prefix):
         selection = prepared.selection
         patterns = {layer.name: [variant.pattern_of(layer) for variant in variants] for layer in selection.layers}
         samples = 0 if prepared.data is None else prepared.data.num_samples
-        spec = StatisticsSpec.of(selection, patterns, samples)
+        spec = StatisticsSpec.of(selection, patterns, samples, prefix.weights or {})
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
         self.prepared, self.variants, self.bar = prepared, variants, bar
-        # Only a single variant can recompute its statistics on the pruned prefix.
-        weight = variants[0].store.weight if selection.config.recompute else None
-        self.pipeline = ModelPipeline(prepared, self, weight)
+        weight = self._pruned_weight if prefix.recompute else None  # of the single variant
+        gradients = None if prefix.weights is None else False
+        notes = [] if prefix.weights is None else [NOTE]
+        self.pipeline = ModelPipeline(prepared, self, weight, gradients, notes)
+
+    def _pruned_weight(self, layer: PrunableLayer) -> Tensor:
+        """The weight [d_out, d_in] of the first variant for a layer that has been solved, or stays dense."""
+        (variant, *_) = self.variants
+        return layer.matrix if layer.name in variant.skipped else variant.store.weight(layer)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         return any(variant.lacks(layer) for variant in self.variants)
@@ -131,8 +138,10 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     if prepared.selection.config.allocation != "uniform":
         allocate_sparsity(prepared, variants)
-    task = Pruning(prepared, variants, bar)
+    prefix = find_prefix(prepared, variants)
+    task = Pruning(prepared, variants, bar, prefix)
     run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
+    task.pipeline.losses = task.pipeline.losses or list(prefix.losses)
     for variant in variants:
         variant.notes += [*task.pipeline.notes, *task.notes]
         require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")

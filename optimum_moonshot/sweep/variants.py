@@ -63,7 +63,7 @@ def combinations(
         require(len(set(values)) == len(values), "a value is given twice", field=name, value=list(values))
     settings = [(p, s) for p in patterns for s in ((None,) if implies_sparsity(p) else numbers)]
     return [
-        dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
+        dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam, recompute=False)
         for (pattern, sparsity), lam in itertools.product(settings, lambdas)
     ]
 

@@ -134,12 +134,12 @@ def test_every_architecture(name, lam):
 @pytest.mark.parametrize("lam", [1.0, 0.5])
 def test_recomputation_changes_later_blocks_only(solver, lam):
     once, again = make("llama"), make("llama")
-    prune(once, solver=solver, lam=lam, targets=[r"layers\.0\."])
+    prune(once, solver=solver, lam=lam, targets=[r"layers\.0\."], recompute=False)
     prune(again, solver=solver, lam=lam, targets=[r"layers\.0\."], recompute=True)
     for name, tensor in again.state_dict().items():
         torch.testing.assert_close(tensor, once.state_dict()[name], rtol=1e-4, atol=1e-5)
     once, again = make("llama"), make("llama")
-    prune(once, solver=solver, lam=lam)
+    prune(once, solver=solver, lam=lam, recompute=False)
     prune(again, solver=solver, lam=lam, recompute=True)
     name = "model.layers.2.mlp.up_proj.weight"
     assert not torch.allclose(again.state_dict()[name], once.state_dict()[name], atol=1e-3)
@@ -163,9 +163,13 @@ def test_blocks_before_the_current_one_do_not_run_again():
             calls[k] += output.shape[:2] == (2, 12)  # excludes the small samples of the probe
 
         block.input_layernorm.register_forward_hook(count)
-    prune(model, recompute=True, lam=0.9, batch_size=2)
+    prune(model, recompute=True, lam=0.9, fisher="rows", batch_size=2)
     probe = 1  # one batch of two, to separate its samples
     assert calls == [3 * (2 + 1) + probe, 3 * (2 * 2 + 1) + probe, 3 * 3 * 2 + probe]
+    calls[:] = [0, 0, 0]
+    prune(model, recompute=True, lam=0.9, fisher="shared", batch_size=2)
+    # Cached and differentiated when dense, then observed dense and advanced with pruned weights.
+    assert calls == [3 * 4 + probe, 3 * 4 + probe, 3 * 3 + probe]
     calls[:] = [0, 0, 0]
     prune(model, recompute=True, lam=1)
     assert calls == [3 * 2, 3 * 2, 3]

@@ -40,7 +40,8 @@ def test_every_variant_equals_a_separate_run(solver):
     assert len(report.entries) == 2 * (2 + 1)
     for entry in report.entries:
         alone = MoonshotPruner(
-            make("llama"), config(solver=solver, pattern=entry.pattern, sparsity=entry.sparsity, lam=entry.lam)
+            make("llama"),
+            config(solver=solver, pattern=entry.pattern, sparsity=entry.sparsity, lam=entry.lam, recompute=False),
         )
         alone.prune(token_batches(), progress=False)
         variant = pruner._sweep.solved.variants[report.entries.index(entry)]
@@ -220,7 +221,7 @@ def test_layers_without_the_fisher_loss_are_solved_once(monkeypatch):
     assert len(calls) == 3 * (4 * 3 + 3)  # decoder layers · (four attention layers per λ, three others)
     monkeypatch.undo()
     for entry, variant in zip(report.entries, pruner._sweep.solved.variants, strict=True):
-        alone = MoonshotPruner(make("llama"), config(fisher_layers="attention", lam=entry.lam))
+        alone = MoonshotPruner(make("llama"), config(fisher_layers="attention", lam=entry.lam, recompute=False))
         alone.prune(token_batches(), progress=False)
         for layer, expected in zip(variant.selection.layers, alone.report.layers, strict=True):
             stored = variant.store.reports[layer.name]
@@ -239,7 +240,8 @@ def test_scores_that_do_not_depend_on_lambda_are_computed_once(allocation, funct
     pruner, report = sweep(changes={"allocation": allocation}, sparsities=[0.5, 0.7])
     assert len(calls) == (len(pruner._sweep.solved.prepared.selection.layers) if allocation == "alpha" else 3)
     for entry, variant in zip(report.entries, pruner._sweep.solved.variants, strict=True):
-        alone = MoonshotPruner(make("llama"), config(allocation=allocation, sparsity=entry.sparsity, lam=entry.lam))
+        settings = dict(allocation=allocation, sparsity=entry.sparsity, lam=entry.lam, recompute=False)
+        alone = MoonshotPruner(make("llama"), config(**settings))
         alone.prune(token_batches(), progress=False)
         targets = [variant.pattern_of(layer).sparsity for layer in variant.selection.layers]
         assert [layer.target_sparsity for layer in alone.report.layers] == targets
