@@ -32,7 +32,7 @@ RECOVERY_DEFAULTS = {
     "blockwise": (150, 0.05),
     "gradual": (150, 0.05),
     "distill": (300, 0.003),
-    "routers": (150, 0.01),
+    "routers": (150, 0.03),
 }
 
 

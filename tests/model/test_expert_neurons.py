@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from expert_removal import settled
+from marks import slow
 from models import token_batches
 from removed_experts import logits
 from tiny_mixtures import FAMILIES, experts, family
@@ -86,6 +87,16 @@ def test_the_smaller_model_computes_what_the_masked_dense_model_does(name, tmp_p
     torch.testing.assert_close(logits(pruner.model, BATCHES[0]), masked, rtol=1e-4, atol=1e-5)
     pruner.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())[FIELDS[name]] == width - width // 3
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded, BATCHES[0]), masked, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", slow("gpt_oss")])
+def test_a_process_without_this_package_loads_the_smaller_model(name, tmp_path):
+    pruner = pruned(settled(family(name).float()))
+    masked = logits(pruner.model, BATCHES[0])
+    pruner.compact()
+    pruner.save_pretrained(tmp_path)
     torch.testing.assert_close(computed_alone(tmp_path), masked, rtol=1e-4, atol=1e-5)
 
 
