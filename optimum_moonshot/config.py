@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
-from .errors import (
-    MAX_INT,
-    MoonshotError,
-    Option,
-    Text,
-    check_choice,
-    check_expressions,
-    require,
-    truncated_repr,
-)
+from .errors import MAX_INT, MoonshotError, check_choice, check_expressions, require, truncated_repr
 from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.grid import BITS, Grid
 from .objective.patterns import NM, Experts, MixedNM, Pattern, Structured, Unstructured, parse_pattern
@@ -85,46 +76,44 @@ class MoonshotConfig(Options):
         if nothing and (self.has_budget or (self.bits is not None and self.allocation == "uniform")):
             object.__setattr__(self, "sparsity", 0.0)
 
-    def _require(self, condition: bool, field: str, message: str | Text, hint: str | Text = "") -> None:
+    def _require(self, condition: bool, field: str, message: str, hint: str = "") -> None:
         require(condition, message, field=field, value=getattr(self, field), hint=hint)
 
     def _check_combinations(self) -> None:
         """Raise `MoonshotError` for options that exclude each other."""
-        pattern, fisher = Option("pattern", self.pattern), Option("allocation", "fisher")
+        pattern = f"pattern={self.pattern!r}"
         structured, experts = self.pattern == Structured.kind, self.pattern == Experts.kind
         by_fisher, mixed = self.allocation == "fisher", self.pattern.startswith("n:")
-        hint = Text("add {}, or give a number for n", fisher)
+        hint = "add allocation='fisher', or give a number for n"
         self._require(by_fisher or not mixed, "pattern", "its n:m of each layer is chosen by an allocation", hint)
         divides = self.allocation == "uniform" or isinstance(self.allocation, dict)
         divides |= self.pattern == Unstructured.kind or (by_fisher and (mixed or structured))
         by_layer = ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if by_fisher else ""
-        hint = Text('use {}, or a dict of layer → "n:m"' + by_layer, Option("pattern", Unstructured.kind))
-        self._require(divides, "allocation", Text("{} has equal sparsity in every layer", pattern), hint)
-        message = Text("{} removes neurons and heads as they are; leave one of them out", pattern)
+        hint = f'use pattern={Unstructured.kind!r}, or a dict of layer → "n:m"{by_layer}'
+        self._require(divides, "allocation", f"{pattern} has equal sparsity in every layer", hint)
+        message = f"{pattern} removes neurons and heads as they are; leave one of them out"
         self._require(self.rotation is None or not structured, "rotation", message)
-        message = Text("{} removes experts at once; use {}", pattern, Option("recover", "blockwise"))
+        message = f"{pattern} removes experts at once; use recover='blockwise'"
         self._require(self.recover != "gradual" or not experts, "recover", message)
         if self.has_budget:
             budget = "target_bytes" if self.bits_per_weight is None else "bits_per_weight"
             single = self.target_bytes is None or self.bits_per_weight is None
-            self._require(single, budget, Text("give it or {}", "target_bytes"))
-            self._require(by_fisher, "allocation", Text("{} divides it", fisher))
-            chosen = Option(budget, getattr(self, budget))
-            message = Text("{} determines the sparsity of each matrix; leave it out", chosen)
+            self._require(single, budget, "give it or target_bytes")
+            self._require(by_fisher, "allocation", "allocation='fisher' divides it")
+            message = f"{budget}={getattr(self, budget)!r} determines the sparsity of each matrix; leave it out"
             self._require(self.pattern == Unstructured.kind, "pattern", message)
             self._require(not self.sparsity, "sparsity", message)
         rounds = self.bits is not None or self.has_budget or self.embedding_bits != 4
-        message = Text("only a model with quantized layers has quantized embeddings; give {} too", "bits")
+        message = "only a model with quantized layers has quantized embeddings; give `bits` too"
         self._require(rounds, "embedding_bits", message)
-        message = Text("{} removes weights from the groups that share a scale", pattern)
-        hint = Text("quantize the smaller model in a second run, with {} alone", "bits")
+        message = f"{pattern} removes weights from the groups that share a scale"
+        hint = "quantize the smaller model in a second run, with `bits` alone"
         self._require(self.bits is None or not (structured or experts), "bits", message, hint)
 
     def _check_pattern(self, solver: type[Solver]) -> None:
         """Raise `MoonshotError` if the solver does not support a pattern, or an option has no effect on experts."""
         rules = self.pattern_rules
-        takes = f"{{}} takes {' or '.join(kind.kind for kind in solver.patterns)}"
-        message = Text(takes, Option("solver", self.solver))
+        message = f"solver={self.solver!r} takes {' or '.join(kind.kind for kind in solver.patterns)}"
         default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
         hint = "choose another pattern or solver"
         if isinstance(default, Experts):
@@ -136,7 +125,7 @@ class MoonshotConfig(Options):
         for name, field in OPTIONS.items():
             why = field.metadata.get("experts")
             if self.pattern == Experts.kind and why is not None:
-                message = Text(f"{{}} {why}; leave one of them out", Option("pattern", self.pattern))
+                message = f"pattern={self.pattern!r} {why}; leave one of them out"
                 self._require(getattr(self, name) in (field.default, False), name, message)
 
     def _set_solver_options(self, solver: type[Solver]) -> None:
@@ -150,14 +139,14 @@ class MoonshotConfig(Options):
             if explicit is None:
                 continue
             if name in values and explicit != values[name]:
-                other = Option(f"solver_options[{name!r}]", values[name])
-                raise MoonshotError(Text("{} is another value; give it once", other), field=name, value=explicit)
+                message = f"solver_options[{name!r}]={truncated_repr(values[name])} is another value; give it once"
+                raise MoonshotError(message, field=name, value=explicit)
             # Checked without effect too: the next solver may use it.
             check_option((declared if name in declared else options_of(solver_class("sparsegpt")))[name], explicit)
         try:
-            check_options(solver, values, Option("solver", self.solver))
+            check_options(solver, values, f"solver={self.solver!r}")
         except MoonshotError as error:
-            raise error.within(Option("solver_options")) from None
+            raise error.within("solver_options") from None
         for name in SHARED_OPTIONS:
             object.__setattr__(self, name, self._explicit(name) if values.get(name) is None else values.pop(name))
         default = declared["damping"].default if "damping" in declared and "damping" not in values else None
@@ -303,7 +292,7 @@ class MoonshotConfig(Options):
         """
         check_choice("budget", budget, tuple(RECIPES))
         message = f"no recipe of {truncated_repr(pattern)}"
-        hint = Text('give a sparsity such as 0.7, "n:m" such as "2:4", or "n:4" with {}', "sparsity")
+        hint = 'give a sparsity such as 0.7, "n:m" such as "2:4", or "n:4" with `sparsity`'
         number = isinstance(pattern, int | float) and not isinstance(pattern, bool)
         require(number or isinstance(pattern, str), message, hint=hint)
         fields = {**({"sparsity": float(pattern)} if number else {"pattern": pattern}), **changes}

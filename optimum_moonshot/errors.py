@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -27,48 +26,11 @@ class _Repr(str):
     __repr__ = str.__str__
 
 
-@dataclass(frozen=True)
-class Option:
-    """A field of the public API, with the value to set it to: `lam=1` in Python, `--lam 1` on the command line."""
-
-    name: str
-    value: Any = UNSET
-
-    def __str__(self) -> str:
-        return self.name if self.value is UNSET else f"{self.name}={truncated_repr(self.value)}"
-
-
-@dataclass(frozen=True, init=False)
-class Text:
-    """A message that mentions fields: each `{}` of a template, "raise {}, or lower {}", stands for one of them.
-
-    A field is a name, an `Option` with a value, or a `Text` that mentions others.
-    """
-
-    template: str
-    options: tuple["Option | Text | str", ...]
-
-    def __init__(self, template: str, *options: "Option | Text | str"):
-        object.__setattr__(self, "template", template)
-        object.__setattr__(self, "options", options)
-
-    def render(self, option: Callable[[Option], str]) -> str:
-        """Return the message, with each field as `option` formats it."""
-        # Not `str.format`: file names and values that callers have put into the template may contain braces.
-        message, *others = self.template.split("{}", len(self.options))
-        for field, text in zip(self.options, others, strict=True):
-            each = Option(field) if isinstance(field, str) else field
-            message += (each.render(option) if isinstance(each, Text) else option(each)) + text
-        return message
-
-    def __str__(self) -> str:
-        return self.render(str)
-
-
 class MoonshotError(ValueError):
     """Input that cannot be pruned as requested. The model is unchanged.
 
-    Reads ``field=value: message; hint``; `render` formats the fields in another way, as the command line does.
+    Reads ``field=value: message; hint``. Other fields are mentioned in the same form, such as batch_size or lam=1;
+    the command line shows them as its options.
 
     Args:
         message: the reason.
@@ -77,12 +39,10 @@ class MoonshotError(ValueError):
         hint: the fix.
     """
 
-    def __init__(
-        self, message: str | Text = "", *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
-    ):
+    def __init__(self, message: str = "", *, field: str | None = None, value: Any = UNSET, hint: str = ""):
         super().__init__(message)
         self.message, self.field, self.value, self.hint = message, field, value, hint
-        self.prefixes: tuple[str | Option, ...] = ()
+        self.prefixes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, error: "MoonshotError") -> "MoonshotError":
@@ -91,21 +51,18 @@ class MoonshotError(ValueError):
         copy.prefixes = error.prefixes
         return copy
 
-    def within(self, name: str | Option) -> "MoonshotError":
+    def within(self, name: str) -> "MoonshotError":
         """Return this error with a layer, a file or a field prepended."""
         self.prefixes = (name, *self.prefixes)
         return self
 
-    def render(self, option: Callable[[Option], str] = str) -> str:
-        """Return the whole message, with each field as `option` formats it."""
-        texts = [text.render(option) if isinstance(text, Text) else text for text in (self.message, self.hint)]
-        heads = [option(name) if isinstance(name, Option) else name for name in self.prefixes]
-        if self.field:
-            heads.append(option(Option(self.field, self.value)))
-        return ": ".join(filter(None, [*heads, "; ".join(filter(None, texts))]))
+    def render(self, field: Callable[[str, Any], str], text: Callable[[str], str] = str) -> str:
+        """Return the whole message: `field` formats the field with its value, `text` the prefixes, message and hint."""
+        heads = [*map(text, self.prefixes), *([field(self.field, self.value)] if self.field else [])]
+        return ": ".join(filter(None, [*heads, "; ".join(filter(None, map(text, (self.message, self.hint))))]))
 
     def __str__(self) -> str:
-        return self.render()
+        return self.render(field_text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The value may be anything that a user passed: a model, a generator, a lambda.
@@ -120,7 +77,12 @@ class FactorizationError(MoonshotError):
 
 
 # The hint where something forbids a backward pass.
-NO_BACKWARD = Text("set {}, without {}", Option("lam", 1), Option("allocation", "fisher"))
+NO_BACKWARD = "set lam=1, without allocation='fisher'"
+
+
+def field_text(name: str, value: Any) -> str:
+    """Format a field as in Python: its name, and its value unless that is `UNSET`."""
+    return name if value is UNSET else f"{name}={truncated_repr(value)}"
 
 
 def truncated_repr(value: Any, most: int = 80) -> str:
@@ -134,9 +96,7 @@ def truncated_repr(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def require(
-    condition: bool, message: str | Text, *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
-) -> None:
+def require(condition: bool, message: str, *, field: str | None = None, value: Any = UNSET, hint: str = "") -> None:
     """Raise a `MoonshotError`, with these arguments, unless a condition holds."""
     if not condition:
         raise MoonshotError(message, field=field, value=value, hint=hint)
@@ -194,10 +154,9 @@ def reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def one_line(error: BaseException, option: Callable[[Option], str] = str) -> str:
-    """Return the message of an error without line breaks, or the name of its type; `option` formats the fields."""
-    text = error.render(option) if isinstance(error, MoonshotError) else str(error)
-    return " ".join(text.split()) or type(error).__name__
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without line breaks, or the name of its type."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager

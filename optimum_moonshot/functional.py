@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import MoonshotConfig
 from .devices import usual_settings
-from .errors import MoonshotError, Option, Text, check_number, require
+from .errors import MoonshotError, check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite, in_unit
 from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzeros
@@ -95,7 +95,7 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
         hint=f"use one of {', '.join(ranking)}, or prune for each sparsity",
     )
     if config.pattern != Unstructured.kind:
-        hint = Text("set {}", Option("pattern", Unstructured.kind))
+        hint = f"set pattern={Unstructured.kind!r}"
         raise MoonshotError("it implies a single sparsity", field="pattern", value=config.pattern, hint=hint)
     listed = isinstance(sparsities, Sequence) and not isinstance(sparsities, str) and len(sparsities) > 0
     require(listed, "give a list of numbers", field="sparsities", value=sparsities)
@@ -147,7 +147,7 @@ def _problem(
     lam = config.resolve_lam()
     if gram is None:
         if solver.calibrated:
-            reason = Text("{} needs the Gram matrix of the inputs", Option("solver", config.solver))
+            reason = f"solver={config.solver!r} needs the Gram matrix of the inputs"
             raise MoonshotError(reason, field="gram", value=None)
         gram, lam = torch.eye(d_in, device=weight.device), 1.0
     grouped = isinstance(gram, Tensor) and gram.ndim == 3
@@ -158,8 +158,8 @@ def _problem(
     require(not grouped or solver.grouped, message, field="solver", value=config.solver)
     if lam < 1:
         if gradients is None:
-            hint = Text("pass gradients, or set {}", Option("lam", 1))
-            raise MoonshotError(Text("{} needs them", Option("lam", lam)), field="gradients", value=None, hint=hint)
+            hint = "pass gradients, or set lam=1"
+            raise MoonshotError(f"lam={lam!r} needs them", field="gradients", value=None, hint=hint)
         _check_tensor("gradients", gradients, (None, d_out, d_in))
     else:
         gradients = None

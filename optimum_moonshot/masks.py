@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .errors import MoonshotError, Text, check_expressions, require
+from .errors import MoonshotError, check_expressions, require
 from .model.layers import PrunableLayer, adapted_layers, named_layers
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
@@ -96,7 +96,7 @@ def find_pruned(
     require(not is_packed(model), 'runtime="packed" cannot be trained', field="model", hint=hint)
     pruned = dense_pruned(model, targets, ignore)
     if not pruned:
-        usage = Text("prune it first, or select layers by {} (a compacted model needs no masks)", "targets")
+        usage = "prune it first, or select layers by `targets` (a compacted model needs no masks)"
         raise MoonshotError("no layer of the model is pruned", hint=usage)
     return pruned
 

@@ -36,7 +36,7 @@ BAD = {
     "owl_threshold": [0, -1, NAN, INF, None, "5"],
     "owl_lambda": [-0.1, 1, NAN, None, "0.08"],
     "alpha_tau": [-0.1, 1, NAN, None, True],
-    "recompute": [1, 0, None, "yes"],
+    "recompute": [1, 0, "yes"],
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["row", True, 1],
     "fisher_layers": ["mlp", None, True, 1],

@@ -8,12 +8,9 @@ import pytest
 
 from optimum_moonshot.commands.common import UsageError
 from optimum_moonshot.errors import (
-    NO_BACKWARD,
     UNSET,
     FactorizationError,
     MoonshotError,
-    Option,
-    Text,
     check_choice,
     error_context,
     require,
@@ -22,16 +19,10 @@ from optimum_moonshot.errors import (
 
 
 def test_an_error_reads_field_message_and_hint():
-    error = MoonshotError("too much", field="lam", value=2, hint=Text("set {}, or raise {}", Option("lam", 1), "seed"))
+    error = MoonshotError("too much", field="lam", value=2, hint="set lam=1, or raise seed")
     assert str(error) == "lam=2: too much; set lam=1, or raise seed"
     assert str(error.within("model.layers.0")) == "model.layers.0: lam=2: too much; set lam=1, or raise seed"
     assert str(MoonshotError("no field")) == "no field" and str(MoonshotError(field="lam")) == "lam"
-
-
-def test_a_template_may_contain_braces():
-    text = Text("{} is {'a': 1} in {b}, {}", "lam")
-    assert str(text) == "lam is {'a': 1} in {b}, {}"
-    assert str(Text("or {}", NO_BACKWARD)) == "or set lam=1, without allocation='fisher'"
 
 
 @pytest.mark.parametrize("kind", [MoonshotError, FactorizationError, UsageError])
@@ -39,11 +30,11 @@ def test_a_template_may_contain_braces():
     "value", [UNSET, None, 1.5, "x", [1, 2], Path("a"), lambda: None, iter(())], ids=lambda value: type(value).__name__
 )
 def test_an_error_survives_pickling_and_copying(kind, value):
-    error = kind(Text("see {}", "seed"), field="lam", value=value, hint="stop").within("layer")
+    error = kind("see seed", field="lam", value=value, hint="stop").within("layer")
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(other) is kind and str(other) == str(error)
         assert (other.message, other.field, other.hint, other.prefixes) == (
-            Text("see {}", "seed"),
+            "see seed",
             "lam",
             "stop",
             ("layer",),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.observer import Observer
-from ..errors import MoonshotError, Option, Text
+from ..errors import MoonshotError
 from ..objective.patterns import Unstructured
 from ..objective.quadratic import of_rows
 from ..pipeline.inputs import Prepared
@@ -121,7 +121,7 @@ def _mean_exponent(block: Sequence[PrunableLayer]) -> float:
             f"the singular values of {names} have no tail to fit",
             field="allocation",
             value="alpha",
-            hint=Text("{} layers of zeros, or use {}", "ignore", Option("allocation", "owl")),
+            hint="`ignore` layers of zeros, or use allocation='owl'",
         )
     return sum(exponents) / len(exponents)
 

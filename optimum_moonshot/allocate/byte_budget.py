@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import Option, Text, require
+from ..errors import require
 from ..model.layers import PrunableLayer, other_parameters
 from ..model.word_embeddings import bytes_beside, word_embeddings
 from ..objective.grid import BITS, BLOCK, Grid
@@ -121,7 +121,6 @@ def _budget(
         budget, value = target - fixed, math.ceil(least + fixed)
         message = f"the smallest choices need {value:,} bytes, {fixed:,} of them for other parameters and headers"
         field = "target_bytes"
-        smaller = ", or round the word embeddings, by {}" if grid is None else ""
-    hint = Text(f"give at least {value}{smaller}", *([Option("embedding_bits", 8)] if smaller else []))
-    require(least <= budget, message, field=field, value=getattr(config, field), hint=hint)
+        smaller = ", or round the word embeddings, by embedding_bits=8" if grid is None else ""
+    require(least <= budget, message, field=field, value=getattr(config, field), hint=f"give at least {value}{smaller}")
     return budget

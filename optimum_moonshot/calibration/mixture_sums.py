@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ..distributed.sharing import Merger
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import hook_gradient
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
@@ -111,7 +111,7 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         """
         if (count > 1 and self.gradients) or not (mask is None or bool(mask.all())):
             message = "the tokens that an expert reads do not show which sample they belong to"
-            raise MoonshotError(message, hint=Text("use {}", Option("batch_size", 1)))
+            raise MoonshotError(message, hint="use batch_size=1")
         for sums in self.sums.values():
             sums.sample = first
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.sharing import Merger, Owner
-from ..errors import NO_BACKWARD, MoonshotError, Text, error_context, require
+from ..errors import NO_BACKWARD, MoonshotError, error_context, require
 from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
@@ -224,7 +224,7 @@ class GradientSums:
         require(
             call.inputs._version == call.version,
             f"{call.layer.name}: the model changes this layer's input in place after the call",
-            hint=Text("use inplace=False, or {}", NO_BACKWARD),
+            hint=f"use inplace=False, or {NO_BACKWARD}",
         )
         with error_context(call.layer.name):
             for inputs, piece, last in call.called.pairs(call.inputs, delta, call.mask, call.samples):
@@ -366,7 +366,7 @@ class Observer(AbstractContextManager["Observer"]):
         """
         name = layer.name
         if not self.reached(layer):
-            hint = Text("add its name to {} to skip it", "ignore")
+            hint = "add its name to `ignore` to skip it"
             raise MoonshotError(f"{name}: no calibration data reached this layer", hint=hint)
         statistics: dict[type, InputStatistic | GradientStatistic] = {**self.inputs.of_layer.pop(name).statistics}
         if name in self.gradients:

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from ..devices import free_bytes, is_gpu
-from ..errors import MoonshotError, Text
+from ..errors import MoonshotError
 from ..mapped import mapped_tensor
 
 # The fraction of the free memory that is used without a budget: solvers and activations need the rest.
 DEFAULT_SHARE = 0.6
 
 # The fix where the tensors of a run exceed the memory that it may use.
-MORE_MEMORY = Text(
-    "raise {}, set {} to a folder on a fast disk, or lower {} or {}",
-    "max_memory",
-    "offload_dir",
-    "num_samples",
-    "sequence_length",
-)
+MORE_MEMORY = "raise max_memory, set offload_dir to a folder on a fast disk, or lower num_samples or sequence_length"
 
 
 class Storage:

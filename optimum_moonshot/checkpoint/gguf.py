@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import UNSET, MoonshotError, Option, Text, check_choice, check_path, require
+from ..errors import UNSET, MoonshotError, check_choice, check_path, require
 from ..files import STAGING_PREFIX, check_folder, read_json, temporary_folder, writing
 from .converting import convert
 from .declared_metadata import read_declared_metadata
@@ -83,7 +83,7 @@ def export_gguf(
     require(stored != EXPORT, f"{source} is a {EXPORT} checkpoint", hint=hint)
     code = [file.name for file in checkpoint.folder.glob("*config.json") if "auto_map" in read_json(file)]
     message = f"{source}: the converter would run the code that {' and '.join(sorted(code))} names"
-    trust = Text("read it, and set {}", Option("trust_remote_code", True))
+    trust = "read it, and set trust_remote_code=True"
     require(trust_remote_code or not code, message, hint=trust)
     declared = read_declared_metadata(checkpoint)
     with writing("path", path):
@@ -128,7 +128,7 @@ def _check_request(
     file = Path(path)
     check_folder("path", file.parent)
     require(not file.is_dir(), "is a folder", field="path", value=file, hint="give a file")
-    replace = Text("{} replaces it", Option("overwrite", True))
+    replace = "overwrite=True replaces it"
     require(overwrite or not os.path.lexists(file), "exists", field="path", value=file, hint=replace)
     interpreter = shutil.which(python or sys.executable)
     if interpreter is None:

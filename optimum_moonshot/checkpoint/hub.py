@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from ..errors import MoonshotError, Option, Text, reason, require
+from ..errors import MoonshotError, reason, require
 from ..files import WEIGHT_FILES
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
@@ -148,11 +148,11 @@ def open_repository(
         files = [file.rfilename for file in info.siblings or () if file.rfilename != ".gitattributes"]
         if files and not exist_ok:
             message = f"push_to_hub: {full} exists and contains {len(files)} files, such as {files[0]}"
-            hint = Text("{} adds a commit that replaces its weights", Option("exist_ok", True))
+            hint = "exist_ok=True adds a commit that replaces its weights"
             raise MoonshotError(message, hint=hint)
         if private is not None and info.private != private:
             message = f"{full} exists and is {'private' if info.private else 'public'}"
-            hint = Text("change that on the Hub, or omit {}", "private")
+            hint = "change that on the Hub, or omit `private`"
             raise MoonshotError(message, field="private", value=private, hint=hint)
         return full
 
@@ -177,7 +177,7 @@ def _explained(repo_id: str) -> Iterator[None]:
     try:
         yield
     except LocalTokenNotFoundError as error:
-        hint = Text("log in with `hf auth login`, or give {}", "token")
+        hint = "log in with `hf auth login`, or give `token`"
         raise MoonshotError(f"push_to_hub: no token ({error})", hint=hint) from error
     except HFValidationError as error:
         raise MoonshotError(f"push_to_hub: {repo_id!r} is not the name of a repository ({error})") from error
@@ -186,7 +186,7 @@ def _explained(repo_id: str) -> Iterator[None]:
         answer = error.server_message or str(error).splitlines()[0]
         if status in (401, 403):
             message = f"push_to_hub: the Hub refused the token for {repo_id} ({status}: {answer})"
-            hint = Text("log in with `hf auth login`, or give a {} with write access", "token")
+            hint = "log in with `hf auth login`, or give a `token` with write access"
             raise MoonshotError(message, hint=hint) from error
         raise MoonshotError(f"push_to_hub: the Hub answered {status} for {repo_id}: {answer}") from error
     except (HTTPError, OSError) as error:

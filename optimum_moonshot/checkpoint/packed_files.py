@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
-from ..errors import MoonshotError, Option, Text, error_context, reason, require
+from ..errors import MoonshotError, error_context, reason, require
 from ..files import UNFINISHED
 from ..model.layers import PrunableLayer, Visit, by_visit, find_structure
 from ..model.weights import tie_again
@@ -64,7 +64,7 @@ def pruned_layers(model: nn.Module) -> Layers:
     selected = find_structure(model, record.targets, record.ignore).layers()
     layers = [layer for layer in selected if layer.name not in record.dense]
     selected_names = [layer.name for layer in layers]
-    patterns, grids = record.layer_patterns(selected_names), record.layer_grids(selected_names)
+    patterns, grids = record.pattern_rules.of(selected_names), record.layer_grids(selected_names)
     names, entries = shared_names(model), Layers()
     for layer in layers:
         pattern = patterns[layer.name]
@@ -149,7 +149,7 @@ class Packer:
 
     def check(self) -> None:
         """Raise `MoonshotError` if nothing was packed."""
-        hint = Text("use {}", Option("format", "dense"))
+        hint = "use format='dense'"
         require(self.packed > 0, "packing makes no layer smaller", field="format", value="packed", hint=hint)
 
 

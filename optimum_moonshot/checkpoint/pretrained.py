@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..devices import default_device
-from ..errors import MoonshotError, Text, check_choice, check_path, reason, require
+from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import temporary_folder, writing
 from ..model.layers import find_blocks
 from ..model.model_info import load_processor, load_tokenizer
@@ -111,7 +111,7 @@ def offload_map(config: Any, place: str, device: Any) -> dict[str, Any]:
     check_choice("offload", place, PLACES)
     device = str(default_device()) if device is None else device
     single = isinstance(device, str | int | torch.device)
-    require(single, Text("with {}, name one device", "offload"), field="device_map", value=device)
+    require(single, "with `offload`, name one device", field="device_map", value=device)
     message = "the model is on the CPU anyway"
     require(place == "disk" or str(device) != "cpu", message, field="offload", value=place, hint='use "disk"')
     return _device_map(_empty_model(config), place, device)

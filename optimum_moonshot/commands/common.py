@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UNSET, MoonshotError, Option, Text, reason
+from ..errors import UNSET, MoonshotError, reason
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,7 @@ class UsageError(MoonshotError):
     """A mistake on the command line, detected before anything is loaded."""
 
 
-def expect(
-    condition: bool, message: str | Text, *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
-) -> None:
+def expect(condition: bool, message: str, *, field: str | None = None, value: Any = UNSET, hint: str = "") -> None:
     """`errors.require` with a `UsageError`; `field` is the destination of an option."""
     if not condition:
         raise UsageError(message, field=field, value=value, hint=hint)
@@ -42,7 +40,7 @@ def usage_errors(option: str | None = None) -> Iterator[None]:
         yield
     except MoonshotError as error:
         copy = UsageError.of(error)
-        raise (copy if option is None else copy.within(Option(option))) from None
+        raise (copy if option is None else copy.within("--" + option.replace("_", "-"))) from None
 
 
 def add_model_options(

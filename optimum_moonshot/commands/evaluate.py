@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Option, Text, check_whole
+from ..errors import check_whole
 from .common import (
     IMAGES_HELP,
     add_data_option,
@@ -99,7 +99,7 @@ def evaluate(args: argparse.Namespace) -> None:
     tasks = _tasks(args, (baseline, dense))
     against, dense_embeddings = _dense_model(args, device)
     model, tokenizer, processor = _load_for_evaluation(args, device)
-    message = Text("zero-shot tasks are for language models; use {}", "dataset")
+    message = "zero-shot tasks are for language models; use --dataset"
     expect(not tasks or processor is None, message, field="tasks")
     _check_windows(args, "baseline", baseline, model, tokenizer)
     _check_windows(args, "dense", dense, model, tokenizer)
@@ -152,8 +152,8 @@ def _check_options(args: argparse.Namespace) -> None:
             with usage_errors():
                 check_whole(name, getattr(args, name), least)
     args.dataset = list(dict.fromkeys(args.dataset))
-    expect(bool(args.dataset or args.tasks), Text("nothing to measure: give {} or {}", "dataset", "tasks"))
-    expect(args.record or not args.dense, Text("only for {}", "record"), field="dense")
+    expect(bool(args.dataset or args.tasks), "nothing to measure: give --dataset or --tasks")
+    expect(args.record or not args.dense, "only for --record", field="dense")
     if args.output:
         path = Path(args.output)
         valid = not path.is_dir() and path.parent.is_dir()
@@ -193,8 +193,8 @@ def _check_windows(args: argparse.Namespace, option: str, reference: Any, model:
     bos = bool(bos_of(tokenizer)) if args.bos is None and tokenizer is not None else bool(args.bos)
     for dataset in args.dataset if reference is not None else ():
         other = getattr(reference.of(dataset), "sequence_length", length)
-        message, hint = f"it has windows of {other} tokens of {dataset}", Option("sequence_length", other)
-        expect(other == length, message, field=option, value=getattr(args, option), hint=Text("use {}", hint))
+        message, hint = f"it has windows of {other} tokens of {dataset}", f"use sequence_length={other}"
+        expect(other == length, message, field=option, value=getattr(args, option), hint=hint)
         other = getattr(reference.of(dataset), "bos", bos)
         message = f"its windows of {dataset} {'all begin' if other else 'do not all begin'} with BOS"
         switch = "use --bos" if other else "use --no-bos"

@@ -1,20 +1,28 @@
 """Run a command, also in several processes of a launcher such as torchrun; errors become one line on stderr."""
 
 import argparse
+import ast
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from ..errors import UNSET, MoonshotError, Option, Text, one_line, reason, truncated_repr
+from ..errors import UNSET, MoonshotError, field_text, reason, truncated_repr
 from .common import UsageError, expect
 from .method_options import CONFIG_OPTIONS, flag
 
 # Arguments of the package for the folders that `--output` determines.
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")
 LONGEST_VALUE = 200  # characters
+# A field in a message: `ignore`, batch_size, lam=1, allocation['mlp'], pattern='2:4'.
+MENTIONED = re.compile(
+    r"""`(\w+)`|(?<![\w.'"/-])([a-z]\w*(?:\[[^\]]*\])?)"""
+    r"""(?:=('[^']*'|"[^"]*"|\[[^\]]*\]|True|False|None|-?\d+(?:\.\d+)?\b))?"""
+)
 # Seconds that processes without work wait for the first one to print; then torchrun ends them.
 PATIENCE = 10.0
 
@@ -28,7 +36,7 @@ def guard(
     """Run a command; print an error that users can fix as one line, without a traceback unless MOONSHOT_DEBUG=1.
 
     The exit status is then 2 for a `UsageError`, 130 for an interruption, else 1. `plurals`: see
-    `option_formatter`; the processes of a launcher can share the work of a `shared` command.
+    `shell_message`; the processes of a launcher can share the work of a `shared` command.
     """
     try:
         _join(getattr(args, "device", None), shared)
@@ -42,7 +50,7 @@ def guard(
     except (MoonshotError, OSError, KeyboardInterrupt) as error:
         if os.environ.get("MOONSHOT_DEBUG") == "1":
             raise
-        status, message = 2 if isinstance(error, UsageError) else 1, one_line(error, option_formatter(args, plurals))
+        status, message = 2 if isinstance(error, UsageError) else 1, shell_message(error, args, plurals)
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
     if _several():  # all processes end, and one of them prints the errors of all
@@ -55,26 +63,40 @@ def guard(
     sys.exit(status)
 
 
-def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str] = {}) -> Callable[[Option], str]:
-    """The function that formats a field as the option of a command, for `MoonshotError.render`.
+def shell_message(error: BaseException, args: argparse.Namespace | None = None, plurals: Mapping[str, str] = {}) -> str:
+    """The message of an error in one line, in which fields are named by the options of a command.
 
     `plurals` maps fields to the options with several of their values. A field without an option is formatted as in
-    Python.
+    Python, and so is a single word without a value or backquotes, which may not mean the field.
     """
     options = {} if args is None else vars(args)
 
-    def format_option(option: Option) -> str:
-        name, bracket, key = option.name.partition("[")  # an entry of a field, such as allocation['mlp']
-        value = option.value
+    def field(full: str, value: Any) -> str:
+        name, bracket, key = full.partition("[")  # an entry of a field, such as allocation['mlp']
         if name in FOLDERS and options.get("output") is not None:
             name, value = "output", value if value is UNSET else options["output"]
         elif name == "model" or name not in (*CONFIG_OPTIONS, *options):
-            return str(option)
-        text = flag(plurals.get(name, name)) + bracket + key
-        without_value = value is UNSET or value is None or value is True
-        return text if without_value else f"{text} {_argument(value)}"
+            return field_text(full, value)
+        option = flag(plurals.get(name, name)) + bracket + key
+        return option if value is UNSET or value is None or value is True else f"{option} {_argument(value)}"
 
-    return format_option
+    def mentioned(match: re.Match[str]) -> str:
+        quoted, name, value = match.groups()
+        name = quoted or name
+        if (
+            not quoted
+            and value is None
+            and "_" not in name
+            or name.partition("[")[0] not in (*CONFIG_OPTIONS, *options)
+        ):
+            return match[0]
+        try:
+            return field(name, UNSET if value is None else ast.literal_eval(value))
+        except (ValueError, SyntaxError):  # a list of objects
+            return match[0]
+
+    text = error.render(field, partial(MENTIONED.sub, mentioned)) if isinstance(error, MoonshotError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _argument(value: Any) -> str:
@@ -120,7 +142,7 @@ def _join(device: str | None, shared: bool) -> None:
     gpus = 0 if device is not None and not device.startswith("cuda") else torch.cuda.device_count()
     if gpus:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        hint = Text("start one for each, or give {}", Option("device", "cpu"))
+        hint = "start one for each, or give device='cpu'"
         expect(local < gpus, f"{count} processes: this machine has {gpus} GPUs", hint=hint)
         torch.cuda.set_device(local)
     if not is_first():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MoonshotError, Option, Text, one_line
+from ..errors import MoonshotError, one_line
 from ..options import GROUPS, OPTIONS, RECIPES, Field, kind_of
 from .common import IMAGES_HELP, UsageError, check_data, expect, usage_errors
 
@@ -85,7 +85,7 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
         if budget is None:
             return MoonshotConfig(**fields)
         pattern = "pattern" if "pattern" in fields else "sparsity"
-        hint = Text("give a {}, or a {}", "sparsity", Option("pattern", "2:4"))
+        hint = "give a --sparsity, or a --pattern 2:4"
         expect(pattern in fields, hint, field="recipe", value=budget)
         return MoonshotConfig.recipe(fields.pop(pattern), budget, **fields)
 
@@ -113,13 +113,13 @@ def _parse_options(solver: str, texts: list[str]) -> dict[str, Any]:
     for text in texts:
         name, sign, value = text.partition("=")
         expect(bool(name and sign), "give NAME=VALUE", field="solver_options", value=text)
-        message = Text(f"{{}} has {', '.join(options) or 'none'}", Option("solver", solver))
+        message = f"solver={solver!r} has {', '.join(options) or 'none'}"
         expect(name in options, message, field="solver_options", value=text)
         expect(name not in values, f"{name} is given twice", field="solver_options", value=text)
         try:
             values[name] = parse_option(options[name], value)
         except MoonshotError as error:
-            raise error.within(Option("solver_options", text)) from None
+            raise error.within(f"solver_options={text!r}") from None
     return values
 
 
@@ -160,7 +160,7 @@ def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> "s
         with usage_errors():
             return SelfCalibration(**options)
     for name in options:
-        raise UsageError(Text("only for {}", Option("calibration", "self")), field=name)
+        raise UsageError("only for calibration='self'", field=name)
     if args.calibration is None:
         return "c4" if solver_class(config.solver).calibrated or config.allocation in NEEDING_DATA else None
     check_data("calibration", [args.calibration])

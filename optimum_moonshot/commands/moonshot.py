@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import MoonshotError, Option, Text
+from ..errors import MoonshotError
 from ..rotate.command import add_rotate_options, rotate
 from ..shrink.command import add_shrink_options, shrink
 from ..sweep.command import SWEPT, add_sweep_options, sweep
@@ -84,13 +84,13 @@ def prune(args: argparse.Namespace) -> None:
     import_modules(args.imports)
     config = make_config(args)
     compactable = config.pattern in ("structured", "experts")  # the latter always compacts
-    message = Text("only {} prunes neurons and heads, which can be removed", Option("pattern", "structured"))
+    message = "only pattern='structured' prunes neurons and heads, which can be removed"
     expect(compactable or not args.compact, message, field="compact")
     device = find_device(args.device)
     calibration = calibration_source(args, config)
     check_data("eval", args.eval)
     for name in _MEMORY_OPTIONS:
-        expect(args.dry_run or getattr(args, name) is None, Text("only for {}", "dry_run"), field=name)
+        expect(args.dry_run or getattr(args, name) is None, "only for --dry-run", field=name)
     if args.dry_run:
         print(_plan(args, config, device, calibration))
         return

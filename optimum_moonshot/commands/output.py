@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import Timeout
 
-from ..errors import MoonshotError, Text
+from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from .common import UsageError, check_data, expect, find_device, load_pruner, pruner_metric, usage_errors
 from .launch import is_first
@@ -87,7 +87,7 @@ class Output:
         for folder in folders:
             RunFolder.remove_all(folder)
 
-    def _expect(self, condition: bool, message: str | Text) -> None:
+    def _expect(self, condition: bool, message: str) -> None:
         expect(condition, message, field="output", value=self.args.output)
 
     def _begun(self) -> bool:
@@ -114,7 +114,7 @@ class Output:
                 self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
                 # Checked with the lock: another command may have written before.
                 usable = self.args.overwrite or not self.path.is_dir() or self._begun() or not _filled(self.path)
-                self._expect(usable, Text("it is not empty; {} writes there anyway", "overwrite"))
+                self._expect(usable, "it is not empty; --overwrite writes there anyway")
                 if not self._begun():
                     self._record(writing=False)
                 try:

@@ -25,7 +25,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from torch import Tensor, nn
 
-from ..errors import MoonshotError, Option, Text, reason
+from ..errors import NO_BACKWARD, MoonshotError, reason
 from .batches import Batch, digest
 from .chat import CONVERSATIONS, as_messages
 from .sources import CALIBRATION_SPLITS, CORPORA, TEXT_COLUMNS, choose_split, describe, is_hub_name
@@ -168,11 +168,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     if source.label is None:
         raise MoonshotError(
             f"{source.name}: no labels, which λ < 1 and accuracy need",
-            hint=Text(
-                "put the images in one sub-folder per class, add a label column, or set {}, without {}",
-                Option("lam", 1),
-                Option("allocation", "fisher"),
-            ),
+            hint=f"put the images in one sub-folder per class, add a label column, or {NO_BACKWARD}",
         )
     config, names = getattr(model, "config", None), source.classes
     label2id = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MoonshotError, Option, Text, check_number, check_path, check_whole, require, truncated_repr
+from ..errors import MoonshotError, check_number, check_path, check_whole, require, truncated_repr
 from .chat import as_messages, has_template, render
 from .sources import file_rows, short_name
 from .text import tokenize, tokenize_chat
@@ -104,8 +104,9 @@ class SelfCalibration:
             tokens = self._tokens(tokenizer, prompt, template and self.chat is not False, number)
             require(len(tokens) > 0, f"number {number} has no tokens", field="prompts", hint="leave it out")
             if len(tokens) >= length:
-                no_answer = f"number {number} has {len(tokens)} tokens, and {{}} has no room for an answer"
-                message = Text(no_answer, Option("sequence_length", length))
+                message = (
+                    f"number {number} has {len(tokens)} tokens, and sequence_length={length} has no room for an answer"
+                )
                 raise MoonshotError(message, field="prompts", hint="give shorter prompts, or longer samples")
             beginnings.append(tokens)
         return beginnings

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import MoonshotError, Option, Text, check_whole, require
+from ..errors import MoonshotError, check_whole, require
 from .batches import Batch, digest, sample_count, spread_samples, take
 from .batches import batch_size as samples_of
 from .chat import render
@@ -209,7 +209,7 @@ def bos_of(tokenizer: Any) -> list[int]:
 
 def too_few(num_samples: int, message: str, available: int, more: str = "give more") -> MoonshotError:
     """The error of a source with fewer samples than requested, of which `available` would work."""
-    hint = Text(more + " or set {}", Option("num_samples", available)) if available else more
+    hint = f"{more} or set num_samples={available}" if available else more
     return MoonshotError(message, field="num_samples", value=num_samples, hint=hint)
 
 
@@ -226,7 +226,7 @@ def _windows(texts: Texts, tokenizer: Any, num_samples: int, length: int, genera
     assert texts.joiner is not None  # running text
     ids = tokenize(tokenizer, texts.joiner.join(_strings(texts.read(None), tokenizer)))
     if len(ids) < length:
-        short = Text(f"the text has {len(ids)} tokens, fewer than {{}}", Option("sequence_length", length))
+        short = f"the text has {len(ids)} tokens, fewer than sequence_length={length}"
         raise MoonshotError(short, hint="give more text or a shorter sequence")
     distinct = len(ids) - length + 1
     if num_samples > distinct:
@@ -258,7 +258,7 @@ def _documents(texts: Texts, tokenizer: Any, num_samples: int, length: int, gene
             samples.append(sample)
             whole += len(ids) <= length
     if texts.long_only:
-        longer = Text(f"only {len(windows)} documents are longer than {{}}", Option("sequence_length", length))
+        longer = f"only {len(windows)} documents are longer than sequence_length={length}"
         raise MoonshotError(longer, field="num_samples", value=num_samples, hint="lower one of the two")
     require(usable > 0, f"none of {dropped} documents has 2 tokens or more", hint="give more text")
     if usable < num_samples:

@@ -25,7 +25,7 @@ from ..data.batches import Batch, batch_size, take
 from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
 from ..data.sources import Texts, describe, input_batches, open_source, short_name
 from ..data.text import bos_of, evaluation_text, separate_texts, text_batches, tokenize, window_length
-from ..errors import MoonshotError, Option, Text, check_whole, require
+from ..errors import MoonshotError, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.embeddings import Pooling, find_pooling
 from ..model.isolation import isolated, wide_products
@@ -159,8 +159,8 @@ def _windows(ids: list[int], length: int, most: int | None, name: str, bos: list
     count = len(ids) // content
     if count == 0:
         size = len(ids) + len(bos)
-        short = Text(f"{name}: the text has {size} tokens, fewer than {{}}", Option("sequence_length", length))
-        shorter = Text("give more text or set {}", Option("sequence_length", size))
+        short = f"{name}: the text has {size} tokens, fewer than sequence_length={length}"
+        shorter = f"give more text or set sequence_length={size}"
         raise MoonshotError(short, hint=shorter if size >= 2 else "give more text")
     count = min(count, most or count)
     windows = torch.tensor(ids[: count * content]).view(count, content)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import MoonshotError, Option, Text, check_path, check_whole, reason, require
+from ..errors import MoonshotError, check_path, check_whole, reason, require
 from ..model.calls import evaluation_mode
 from ..model.isolation import isolated, wide_products
 from ..progress import bars_are_wanted
@@ -66,9 +66,9 @@ class ZeroShot:
         names, others = ", ".join(sorted(self.accuracy)), ", ".join(sorted(tasks))
         require(names == others, f"one is of the tasks {names}, the other of {others}", field="baseline")
         for name, value in (("num_fewshot", num_fewshot), ("limit", limit)):
-            setting = Option(name, getattr(self, name))
-            message = Text(f"one was measured with {{}}, the other with {value}", setting)
-            require(setting.value == value, message, field="baseline")
+            setting = getattr(self, name)
+            message = f"one was measured with {name}={setting}, the other with {value}"
+            require(setting == value, message, field="baseline")
 
     def measurements(self) -> dict[str, Measurement]:
         """The accuracy of every task, and their mean if there are several."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import Option, Text, require
+from ..errors import require
 from ..model.calls import frozen
 from ..model.compaction import Compaction
 from ..model.mixtures import find_mixtures
@@ -38,7 +38,7 @@ def prune_experts(
     started, recovering = time.perf_counter(), 0.0
     selection = select_experts(subject.model, config)
     prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
-    message = Text("{} needs data", Option("pattern", "experts"))
+    message = "pattern='experts' needs data"
     require(prepared.data is not None, message, field="calibration", value=None)
     parameters, pattern = _count(subject.model), selection.config.parsed_pattern
     assert isinstance(pattern, Experts)

@@ -20,7 +20,7 @@ from ..config import MoonshotConfig
 from ..data.self_calibration import SelfCalibration
 from ..data.sources import open_source
 from ..devices import preserved_random_state
-from ..errors import MoonshotError, Text, check_expressions, check_whole, require
+from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.isolation import isolated
 from ..model.layers import PrunableLayer, adapted_layers
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..reports.prune_report import PruneReport
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
-_SCHEDULE_OPTIONS = ("begin_step", "end_step", "every", "calibration")
 # Further inputs of flash attention, for samples of a batch that are concatenated in one row.
 _FLATTENED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _log = logging.getLogger(__name__)
@@ -95,10 +94,10 @@ class MoonshotCallback(TrainerCallback):
         require(valid, f"config is a {type(config).__name__}: give a MoonshotConfig")
         if config is None:
             unused = (begin_step, end_step, every, calibration) == (0, None, None, None)
-            names = Text("nothing is pruned; {}, {}, {} and {} need a config", *_SCHEDULE_OPTIONS)
+            names = "nothing is pruned; begin_step, end_step, every and calibration need a config"
             require(unused, names, field="config", value=None)
         else:
-            names = Text("{} and {}: with a config, give them to MoonshotConfig", "targets", "ignore")
+            names = "`targets` and `ignore`: with a config, give them to MoonshotConfig"
             require(targets is None and not ignore, names)
             message = "the optimizer's state is in the current basis of the model"
             hint = "rotate it before the training"
@@ -166,7 +165,7 @@ class MoonshotCallback(TrainerCallback):
             open_source(self.calibration)  # raises for a missing file
         elif self.calibration is None and hasattr(dataset, "__len__"):
             message = f"the training data has {len(dataset)} samples"
-            hint = Text("lower {}", "num_samples")
+            hint = "lower num_samples"
             require(len(dataset) >= samples, message, field="num_samples", value=samples, hint=hint)
 
     def _keep(self, layers: list[PrunableLayer], model: nn.Module, optimizer: Any) -> None:
@@ -273,14 +272,14 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     quantized = config.grid is not None or config.has_budget
     require(not quantized, "training moves the weights off the grid", field="bits", hint="prune later")
     if end is None:
-        message = Text("it needs {}, the step of the last pruning", "end_step")
+        message = "it needs end_step, the step of the last pruning"
         require(every is None, message, field="every", value=every)
         return {begin: config.sparsity}
     check_whole("end_step", end, begin)
     if every is None:
-        raise MoonshotError(Text("with {}, give the steps between prunings", "end_step"), field="every", value=None)
+        raise MoonshotError("with end_step, give the steps between prunings", field="every", value=None)
     check_whole("every", every, 1)
-    pattern, hint = config.parsed_pattern, Text("prune in one step, {}", "begin_step")
+    pattern, hint = config.parsed_pattern, "prune in one step, `begin_step`"
     if isinstance(pattern, NM):
         reason = "it has one sparsity, which a schedule cannot reach gradually"
         raise MoonshotError(reason, field="pattern", value=config.pattern, hint=hint)

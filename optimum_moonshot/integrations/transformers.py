@@ -21,7 +21,7 @@ from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, Moonsh
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
-from ..errors import Option, Text, error_context, require
+from ..errors import error_context, require
 from ..model.layer_kinds import find_layer
 from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
@@ -181,7 +181,7 @@ class MoonshotQuantizer(HfQuantizer):
         message = f"{model.name_or_path} is pruned already; load it without one"
         require(not pruned, message, field="quantization_config")
         ready = config.calibration is not None or not config.make_solver().calibrated
-        text = Text("{} needs data", Option("solver", config.solver))
+        text = f"solver={config.solver!r} needs data"
         hint = "such as MoonshotConfig(…, calibration='c4')"
         require(ready, text, field="calibration", value=None, hint=hint)
         name: Any = model.name_or_path

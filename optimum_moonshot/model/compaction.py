@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Option, Text, reason, require
+from ..errors import MoonshotError, reason, require
 from ..progress import without_transformers_bars
 from .calls import (
     check_usable,
@@ -132,7 +132,7 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     config, removed = search.configuration()
     zeros = search.remaining(removed)
     if not removed:
-        hint = Text("prune with {} first", Option("pattern", "structured"))
+        hint = "prune with pattern='structured' first"
         require(bool(zeros), "nothing to compact: no neuron or head has only zeros", hint=hint)
         return model, Compaction({}, {}, zeros, (model.num_parameters(),) * 2)
     small = build_smaller(model, config, search.state(removed))

@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import NO_BACKWARD, MoonshotError, Text, reason, require
+from ..errors import NO_BACKWARD, MoonshotError, reason, require
 
 MODULES = "modules.json"
 # The modes in the order of their concatenation, by the field of older configurations.
@@ -163,7 +163,7 @@ def output_values(model: nn.Module, output: Any) -> Tensor:
             value = named.get(name)
             values = values or ([value] if isinstance(value, Tensor) else list(value or ()))
     if not values:
-        hint = Text("load it with a head, give a loss, or {}", NO_BACKWARD)
+        hint = f"load it with a head, give a loss, or {NO_BACKWARD}"
         raise MoonshotError(f"{type(model).__name__} returns neither logits nor hidden states", hint=hint)
     if len(values) > 1:
         return torch.cat([value.flatten(1) for value in values], 1)

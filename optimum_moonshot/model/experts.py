@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from .layer_kinds import Pair, PrunableLayer, See, expert_parameters
 
 _IMPLEMENTATION = "_experts_implementation"  # of a configuration: the implementation of experts in transformers
@@ -116,7 +116,7 @@ class ExpertsLayer(PrunableLayer):
 
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
         message = "the tokens that an expert reads do not show which are padding"
-        hint = Text("use samples of equal length, or {}", Option("batch_size", 1))
+        hint = "use samples of equal length, or batch_size=1"
         require(mask is None or bool(mask.all()), message, hint=hint)
         return None
 
@@ -125,7 +125,7 @@ class ExpertsLayer(PrunableLayer):
 
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
         message = f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to"
-        require(samples == 1, message, hint=Text("use {}", Option("batch_size", 1)))
+        require(samples == 1, message, hint="use batch_size=1")
         yield Pair(self._grouped(inputs)[None], self._grouped(delta)[None], True)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def _routed_to(
     routes = routing(args, kwargs)
     if routes is None:
         message = f"the arguments of {type(module).__name__} do not show which token it sends to which expert"
-        raise MoonshotError(message, hint=Text("set {}", Option("under_calibrated_experts", "routed")))
+        raise MoonshotError(message, hint="set under_calibrated_experts='routed'")
     index, _ = routes
     places = torch.arange(index.shape[1], device=index.device)
     last = len(next(iter(expert_parameters(module).values()))) - 1
@@ -296,7 +296,7 @@ class _StandIn(Tensor):
             return _StandIn.of(result, self.watched, self.key, int(index), self.turned)
         module, name = type(self.watched.module).__name__, getattr(func, "__name__", str(func))
         message = f"its experts are computed by {name}, whose inputs cannot be separated by expert"
-        hint = Text("add its name to {} to leave it dense", "ignore")
+        hint = "add its name to `ignore` to leave it dense"
         raise MoonshotError(f"{module}.{self.key}: {message}", hint=hint)
 
 

@@ -131,16 +131,13 @@ def plain_functions() -> Iterator[None]:
 class _WideProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # `types` has the subclasses of Tensor that intercept functions themselves.
-        if func is nn.functional.linear and not types and len(args) >= 2 and _is_slow(*args[:2]):
-            bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
-            return _Linear.apply(*args[:2], bias)
+        if func is nn.functional.linear and not types and len(args) >= 2:
+            inputs, weight = args[:2]
+            slow = inputs.dtype in slow_dtypes() and inputs.device.type == "cpu" and weight.dtype == inputs.dtype
+            if slow and not is_traceable_wrapper_subclass(weight):  # such subclasses, as shards, compute their own
+                bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
+                return _Linear.apply(inputs, weight, bias)
         return func(*args, **(kwargs or {}))
-
-
-def _is_slow(inputs: Tensor, weight: Tensor) -> bool:
-    """Whether a product is slow; subclasses that wrap others, such as shards, compute theirs."""
-    slow = inputs.dtype in slow_dtypes() and inputs.device.type == "cpu" and weight.dtype == inputs.dtype
-    return slow and not is_traceable_wrapper_subclass(weight)
 
 
 class _Linear(torch.autograd.Function):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import Option, Text, require
+from ..errors import require
 from ..objective.patterns import nonzeros
 from .weights import mark_written
 
@@ -246,7 +246,7 @@ class LinearLayer(PrunableLayer):
         if lead.numel() == mask.numel():
             return mask.reshape(lead)
         message = f"inputs of shape {list(inputs.shape)} do not show which tokens are padding"
-        hint = Text("use samples of equal length, or {}", Option("batch_size", 1))
+        hint = "use samples of equal length, or batch_size=1"
         require(bool(mask.all()), message, hint=hint)
         return None
 
@@ -354,7 +354,7 @@ def _batched(images: Tensor) -> Tensor:
 def _check_samples(tensor: Tensor, separable: bool, samples: int) -> None:
     shape = list(tensor.shape)
     message = f"inputs of shape {shape} do not show which of the batch's {samples} samples they belong to"
-    require(separable or samples == 1, message, hint=Text("use {}", Option("batch_size", 1)))
+    require(separable or samples == 1, message, hint="use batch_size=1")
 
 
 KINDS: tuple[type[PrunableLayer], ...] = (LinearLayer, Conv1DLayer, Conv2dLayer)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, require
 from .experts import ExpertsLayer
 from .layer_kinds import WEIGHT, expert_parameters, find_layer, stacks_experts
 from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
@@ -126,6 +126,12 @@ def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] 
 def visited(model: nn.Module) -> list[Block]:
     """The model's blocks without layers, to onload their weights one after the other."""
     return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
+
+
+def require_resident(model: nn.Module) -> None:
+    """Raise `MoonshotError` if blocks of a model are offloaded."""
+    resident = all(block.weights is RESIDENT for block in visited(model))
+    require(resident, "its blocks are offloaded", field="model", hint="load it without `offload`")
 
 
 def onloading_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
@@ -254,7 +260,7 @@ def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignor
     if next(structure.layers(), None) is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
         if not reasons and (targets or ignore):
-            raise MoonshotError(Text("nothing to prune: {} and {} leave nothing", "targets", "ignore"))
+            raise MoonshotError("nothing to prune: `targets` and `ignore` leave nothing")
         raise MoonshotError(f"nothing to prune: {reasons or 'the model has no Linear or Conv2d'}")
     return structure
 

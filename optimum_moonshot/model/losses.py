@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ..data.batches import IGNORED, Batch, sample_digests
-from ..errors import NO_BACKWARD, MoonshotError, Text, require
+from ..errors import NO_BACKWARD, MoonshotError, require
 from .embeddings import Pooling, find_pooling, output_values
 
 Loss = Callable[[Any, Batch], Tensor]  # from a model's output and inputs to its samples' losses, [B]
@@ -142,9 +142,9 @@ def labels_of(model: nn.Module, batch: Batch) -> Tensor:
     if "labels" in batch:
         labels = batch["labels"]
     else:
-        message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
+        message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels"
         able = causal and "input_ids" in batch
-        require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
+        require(able, message, field="labels", hint=f"{hint}, or {NO_BACKWARD}")
         mask, ids = token_mask(batch), batch["input_ids"]
         assert mask is not None
         ignored = ~(mask & functional.pad(mask[:, :-1], (1, 0), value=True))  # padding predicts nothing
@@ -217,7 +217,7 @@ def _logits_and_labels(model: nn.Module, output: Any, batch: Batch, loss: Loss |
     if loss is not None and not (isinstance(loss, OutputLoss) and "labels" in batch and usable):
         return None
     if not isinstance(logits, Tensor):
-        hint = Text("load it with a head, or {}", NO_BACKWARD)
+        hint = f"load it with a head, or {NO_BACKWARD}"
         raise MoonshotError(f"{type(model).__name__} returns no logits for the Fisher loss", hint=hint)
     return logits, checked_labels(labels_of(model, batch).to(logits.device), logits)
 
@@ -285,7 +285,7 @@ def masked_labels(batches: list[Batch], tokenizer: Any, seed: int) -> list[Batch
     """
     mask_token = getattr(tokenizer, "mask_token_id", None)
     if mask_token is None:
-        hint = Text("give calibration data with labels, or {}", NO_BACKWARD)
+        hint = f"give calibration data with labels, or {NO_BACKWARD}"
         raise MoonshotError("the tokenizer has no mask token", hint=hint)
     generator = torch.Generator().manual_seed(seed)
     labelled = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, require
 from .patterns import NM, MixedNM, Pattern, Structured, Unstructured, implies_sparsity, parse_pattern
 
 METHODS = ("uniform", "owl", "alpha", "fisher")
@@ -118,7 +118,7 @@ def apply_rules(
         raise MoonshotError(
             f"no entry for {', '.join(uncovered[:3])}{'…' if len(uncovered) > 3 else ''}",
             field="allocation",
-            hint=Text("add one, or set {} for layers without one", "sparsity"),
+            hint="add one, or set `sparsity` for layers without one",
         )
     for key in (key for key in rules if key not in keys.values()):
         matches = any(re.search(key, name) for name in names)

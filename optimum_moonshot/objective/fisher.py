@@ -30,15 +30,15 @@ class Fisher(ABC):
     size: int  # inputs of a row: d_in, or the size of a column block
     max_rank: int  # number of factors of a row, a bound of its rank: at most the samples, and at most the inputs
     shared: Tensor | None = None  # the matrices, [matrices, size, size], where consecutive rows share one
-    squares: Tensor | None = None  # beside them the diagonals of the rows' own terms, [count, size]
+    squares: Tensor | None = None  # with the diagonals of each row's own term, [count, size]
 
     @abstractmethod
     def part(self, rows: slice) -> Fisher:
-        """The term of some rows, without a copy."""
+        """The Fisher term of some rows, without a copy."""
 
     @abstractmethod
     def column_blocks(self, size: int) -> Fisher:
-        """The term of column blocks with `size` inputs, as rows; `self` if its rows are such blocks already."""
+        """The Fisher term of column blocks with `size` inputs, as rows; `self` if its rows are such blocks already."""
 
     @abstractmethod
     def matrices(self, rows: slice, device: torch.device) -> Tensor:

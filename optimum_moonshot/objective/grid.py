@@ -20,9 +20,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # codes and scales are 
 BLOCK = 64  # inputs per block of a packed row; groups consist of whole blocks
 # Scales to try, as fractions of the one that maps the largest weight of a group to the last code.
 _FRACTIONS = {8: (0.8, 11), 4: (0.5, 26), 3: (0.4, 31)}  # smallest fraction, number of fractions up to 1
-# Intermediates of a search on a CPU: they stay in its cache between the fractions, which is 1.5 times as fast.
+# Intermediates of a search on a CPU: small enough to stay in its cache between fractions, 1.5 times as fast.
 SEARCH_BYTES = 8 * 2**20
-_SAMPLED = 8  # weights of a group that a scale has to reproduce before all of it are compared
+_SAMPLED = 8  # weights of a group on which a scale is tested before the whole group is compared
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -126,14 +126,14 @@ class Grid:
     def _better(
         self, blocks: Tensor, importance: Tensor, best: Tensor, least: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The better one of two scales of each group, and its error."""
+        """The better of two scales for each group, and its error."""
         scale = self._rounded(scale)
         error = self._error(blocks, importance, scale)
         better = error < least
         return torch.where(better, scale, best), torch.where(better, error, least)
 
     def _error(self, blocks: Tensor, importance: Tensor, scale: Tensor) -> Tensor:
-        # As `codes`, but with one scale per group instead of one per weight: 26 fractions are tried.
+        # Like `codes`, but with one scale per group instead of one per weight, since up to 26 fractions are tried.
         codes = (blocks / scale.masked_fill(scale == 0, 1)).round_().clamp_(-self.top, self.top)
         return codes.mul_(scale).sub_(blocks).square_().mul_(importance).sum(-1, keepdim=True)
 
@@ -164,7 +164,7 @@ class Grid:
         """`scales_of` for the rows from `first` on."""
         groups = blocks.flatten(0, 1)
         largest, places = groups.abs().topk(min(_SAMPLED, self.group), 1)
-        samples, largest = groups.gather(1, places), largest[:, 0]  # most wrong scales fail on these few weights
+        samples, largest = groups.gather(1, places), largest[:, 0]  # few weights suffice to reject most wrong scales
         scale = torch.zeros_like(largest)
         open_groups = largest.nonzero()[:, 0]
         for top in range(self.top, 0, -1):

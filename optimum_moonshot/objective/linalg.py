@@ -37,8 +37,8 @@ _LIMIT: ContextVar[SliceLimit | None] = ContextVar("limit of slices of rows", de
 def limited(limit: SliceLimit) -> Iterator[None]:
     """Apply a limit to the results of `slices_within` and `row_slices` in this thread, inside the block.
 
-    Work that needs little memory beside a solver's, such as a selection, uses `split_within`: smaller slices of it
-    would not help a solver whose device is out of memory.
+    Work that needs far less memory than a solver, such as a selection, uses `split_within`: smaller slices there
+    would not help a solver that is out of memory.
     """
     token = _LIMIT.set(limit)
     try:
@@ -82,7 +82,7 @@ def slice_bytes(device: torch.device) -> int:
 
 MAX_DAMPING = 1.0
 # Weights of at most this and at least its reciprocal, about 1e±12, have losses that float32 can hold. Others are solved
-# in another unit: the minimum does not depend on it.
+# in another unit, which does not change the minimum.
 ORDINARY = 2.0**40
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def all_finite(tensor: Tensor) -> bool:
     """Whether no entry is NaN or infinite."""
     if not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor)  # propagates NaN, and needs no temporary of the tensor's size as isfinite does
+    low, high = torch.aminmax(tensor)  # propagates NaN; unlike `isfinite`, needs no temporary of the tensor's size
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
@@ -178,7 +178,7 @@ def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
 
 
 def parallel_map(work: Callable[[Piece], T], pieces: Sequence[Piece], device: torch.device) -> list[T]:
-    """Call `work` on every piece; on a CPU, concurrently, with one thread of torch each.
+    """Call `work` on every piece, on a CPU concurrently with one torch thread per call.
 
     torch parallelises within an operation, which costs more than it gains on small batched products, and its batched
     factorisations use a single thread anyway. Calls must write to disjoint memory, so that results do not depend on the

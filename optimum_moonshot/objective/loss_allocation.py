@@ -69,8 +69,8 @@ def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[st
     """Sparsities within `bounds` that minimise the sum of the losses at a fixed overall sparsity in [0, 1].
 
     Matrices with equal slopes and no dead inputs get equal sparsities. No matrix has less than the fraction of its
-    weights at dead inputs. Where these are so many that others have to be below the lower bound, it is 0; where they
-    exceed the overall sparsity, every matrix loses them alone.
+    weights at dead inputs. If dead inputs force other matrices below the lower bound, the bound is 0; if they exceed
+    the overall sparsity, every matrix loses only its dead inputs.
     """
     low, high = bounds(sparsity)
     sizes = np.array([curve.size for curve in curves.values()])

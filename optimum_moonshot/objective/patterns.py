@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..devices import is_gpu
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from .grid import Grid
 from .linalg import CPU_BYTES, split_within
 
@@ -69,7 +69,7 @@ class Unstructured(_Pattern):
     def keep_per_row(self, scores: Tensor) -> Tensor:
         """The mask, bool like `scores` [rows, d_in], where each row is a comparison group.
 
-        With ``exact``, all rows lose the same number of weights, and the rows with the smallest next score one more.
+        With ``exact``, all rows lose the same number of weights, and those with the smallest next score one more.
         """
         if not self.exact:
             return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
@@ -305,7 +305,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
     selected = torch.empty_like(scores, dtype=torch.bool)
-    # Small slices even on a GPU, which a solver may have filled; the selection does not depend on them.
+    # Small slices even on a GPU, whose memory a solver may have filled; the result does not depend on their size.
     for rows in split_within(len(scores), SELECTION_BYTES * scores.shape[-1], CPU_BYTES):
         part = scores[rows]
         # By threshold: `topk` has no defined order of ties, and a stable sort is slower.
@@ -341,7 +341,7 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
     usage = 'use "unstructured", "structured", "experts" or "n:m", such as "2:4" (keeps 2 of every 4)'
     require(isinstance(pattern, str), usage, field="pattern", value=pattern)
     if group_size != 1 and pattern != Structured.kind:
-        message = Text("{} has no groups of columns", Option("pattern", pattern))
+        message = f"pattern={pattern!r} has no groups of columns"
         raise MoonshotError(message, field="group_size", value=group_size, hint="leave it out")
     parts = re.fullmatch(r"(n|\d+):(\d+)", pattern)
     if parts is None:
@@ -358,20 +358,20 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
         require(m > 1, "m must be at least 2", field="pattern", value=pattern)
         fraction, most = _given(pattern, sparsity), 1 - 1 / m
         if not 0 <= fraction <= most:
-            message = Text(f"{{}} keeps at least 1 of every {m}", Option("pattern", pattern))
+            message = f"pattern={pattern!r} keeps at least 1 of every {m}"
             raise MoonshotError(message, field="sparsity", value=sparsity, hint=f"give 0 to {most:g}")
         return MixedNM(fraction, m)
     usage = "n:m keeps n of every m, so n must be between 1 and m"
     require(0 < int(parts[1]) <= m, usage, field="pattern", value=pattern)
     parsed = NM(int(parts[1]), m)
     if sparsity is not None and not abs(sparsity - parsed.sparsity) < 1e-9:
-        message = Text(f"it contradicts {{}}, which has sparsity {parsed.sparsity:g}", Option("pattern", pattern))
+        message = f"it contradicts pattern={pattern!r}, which has sparsity {parsed.sparsity:g}"
         raise MoonshotError(message, field="sparsity", value=sparsity, hint="leave it out")
     return parsed
 
 
 def _given(pattern: str, sparsity: float | None) -> float:
     if sparsity is None:
-        message = Text("{} needs one, such as {}", Option("pattern", pattern), Option("sparsity", 0.5))
+        message = f"pattern={pattern!r} needs one, such as sparsity=0.5"
         raise MoonshotError(message, field="sparsity", value=None)
     return float(sparsity)

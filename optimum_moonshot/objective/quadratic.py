@@ -31,7 +31,7 @@ LOSS_BYTES = 24
 # Largest rounding error of L_R(0) in float32, relative to its upper bound ‖ŵ‖² max(diag G): a loss below its negative
 # means that G is not positive semidefinite.
 ROUNDING = 1e-5
-# Smallest importance of a weight: the diagonals of its own term are of few tokens.
+# Smallest importance of a weight: its own diagonal is estimated from few tokens.
 LEAST_IMPORTANCE = 1e-3
 
 
@@ -119,7 +119,7 @@ class Quadratic:
         column_block: int | None = None,
         alive: Tensor | None = None,
     ) -> Quadratic:
-        """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
+        """Build the quadratic of a dense weight from its statistics; weights at inputs that are always 0 are set to 0.
 
         `gram` is [d_in, d_in] or [groups, d_in, d_in] in float32, and `fisher` of the weight's rows, or of their column
         blocks of `column_block` inputs, a divisor of d_in; None at λ = 1. With the `totals` of the layer, `fisher` can
@@ -250,7 +250,7 @@ class DiagonalQuadratic:
         lam: float,
         alive: Tensor | None = None,
     ) -> DiagonalQuadratic:
-        """Build it from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
+        """Build the quadratic from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _diagonal_terms([weight], None, input_squares, gradient_squares, samples)[0]
@@ -283,7 +283,7 @@ def of_rows(groups: Tensor, d_out: int) -> Tensor:
 def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor, int]:
     """A copy of the weight with 0 at dead inputs, and their number."""
     dead = input_squares == 0
-    if dead.all():  # magnitude decides then (`scales`), so the weights must remain
+    if dead.all():  # the layer is then pruned by magnitude (`scales`), so the weights must remain
         return weight.detach().float(), 0
     of_weight = dead if dead.ndim == 1 else of_rows(dead, len(weight))
     return weight.detach().to(torch.float32, copy=True).masked_fill_(of_weight, 0), int(dead.sum())
@@ -333,7 +333,7 @@ def _diagonal_terms(
 def _relative(
     terms: Sequence[tuple[float, float | None]], at_zero: tuple[float, float | None], lam: float
 ) -> list[RelativeLoss]:
-    """Relative losses; a term that is 0 at W = 0 is 0 for any W that only removes weights, so it is not divided."""
+    """Relative losses; a term that is 0 at W = 0 is 0 for every W that only removes weights, and is not divided."""
     losses = []
     for reconstruction, fisher in terms:
         reconstruction = reconstruction / at_zero[0] if at_zero[0] else reconstruction

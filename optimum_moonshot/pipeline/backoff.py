@@ -40,14 +40,14 @@ from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..distributed.sharing import Merger, Owner
-from ..errors import MoonshotError, Text, one_line
+from ..errors import MoonshotError, one_line
 from ..objective.linalg import SliceLimit, limited
 
 Value = TypeVar("Value")
 Hooks = TypeVar("Hooks", bound=AbstractContextManager[Any])  # an observer
 # Statistics or caches of at most one part in so many of the budget do not fill the device.
 SMALL = 8
-SMALLER = Text("lower {}, {} or {}", "max_memory", "batch_size", "num_samples")
+SMALLER = "lower max_memory, batch_size or num_samples"
 
 
 class PassTooLarge(torch.OutOfMemoryError):
@@ -59,14 +59,14 @@ class Restart(Exception):
 
 
 @contextmanager
-def enough_memory(hint: Text = SMALLER) -> Iterator[None]:
+def enough_memory(hint: str = SMALLER) -> Iterator[None]:
     """Inside the block, a device that is out of memory raises a `MoonshotError` with a hint how to fix it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MoonshotError(Text(f"out of device memory: {{}} ({error})", hint)) from None
+        raise MoonshotError(f"out of device memory: {hint} ({error})") from None
 
 
 @dataclass

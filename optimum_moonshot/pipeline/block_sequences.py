@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..calibration.samples import calls_seen, unlike
 from ..data.batches import Batch, batch_size, take
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import (
     Arguments,
     BlockCall,
@@ -43,7 +43,7 @@ from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.weight_sums import function_values
 
 Extras = list[int | None]  # the number of values that each block returns behind its hidden state; None: a bare tensor
-_HINT = Text("load the model without {} to prune it", "offload")
+_HINT = "load the model without `offload` to prune it"
 
 
 class BlockSequence(NamedTuple):

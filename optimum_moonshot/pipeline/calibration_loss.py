@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..data.batches import batch_size
-from ..errors import Text
 from ..model.calls import evaluation_mode, model_device, run_model, to_device
 from ..model.layers import onloaded_in_turn
 from ..model.losses import OutputLoss, sample_losses
@@ -15,7 +14,7 @@ from .backoff import enough_memory
 from .inputs import Prepared
 
 
-@enough_memory(Text("lower {}", "batch_size"))
+@enough_memory("lower batch_size")
 def mean_loss(prepared: Prepared) -> float:
     """The mean over all samples, by one forward pass of the model as it is.
 

@@ -12,7 +12,7 @@ from ..calibration.storage import Storage
 from ..data.batches import Batch, sample_count, shorten, split_batches
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData
-from ..errors import Option, Text, require
+from ..errors import require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
@@ -131,7 +131,7 @@ def prepare(
         "no chosen layer belongs to an attention",
         field="fisher_layers",
         value="attention",
-        hint=Text("use {}", Option("fisher_layers", "all")),
+        hint="use fisher_layers='all'",
     )
     offloaded = [block.name for block in selection.structure.blocks if block.weights is not RESIDENT]
     for layer in selection.structure.layers() if not offloaded else ():

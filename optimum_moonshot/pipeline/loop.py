@@ -26,7 +26,7 @@ from ..calibration.observer import LayerStatistics, Observer, merge_statistics
 from ..data.batches import Batch, sample_count
 from ..devices import trim_host_memory
 from ..distributed.sharing import assign
-from ..errors import MoonshotError, Text
+from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
 from .partition import Part, StatisticsSpec, halved, partition
@@ -211,7 +211,7 @@ class Task(ABC):
         def some_rows(rows: slice, totals: int | None) -> LayerStatistics:
             statistics = one(layer, dataclasses.replace(spec.plan(layer), rows=rows, totals=totals))
             if statistics is None:
-                hint = Text("add its name to {}", "ignore")
+                hint = "add its name to `ignore`"
                 raise MoonshotError("no calibration data reached it", hint=hint).within(layer.name)
             return statistics
 

@@ -56,6 +56,10 @@ class Subject:
         """Whether directions of the residual stream were removed before the run, so that every block differs."""
         return self.teacher is not None and self.teacher.basis is not None
 
+    def require_one_process(self, call: str) -> None:
+        """Raise `MoonshotError` if several processes make a call that they cannot share."""
+        require(self.ranks.size == 1, f"{call} runs in one process", hint="start it without a launcher")
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -168,7 +172,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
     structure = _fitting(structure, patterns, solver, config)
     if config.bits is not None or config.has_budget:
-        _check_grids(structure, config)
+        for layer in structure.layers():
+            with error_context(layer.name):
+                Grid(BITS[0], config.quant_group).with_dtype(layer.parameter.dtype)
     kind = "vision" if takes_images(model) else "language"
     lam, fisher = config.resolve_lam(kind), config.resolve_fisher(kind)
     return Selection(config, solver, structure, patterns, lam, fisher, kind, tuple(notes))
@@ -235,17 +241,6 @@ def _fitting(
         raise MoonshotError(f"it fits no layer: {skipped}", field="pattern", value=config.pattern)
     blocks = zip(structure.blocks, inside, strict=True)
     return Structure(tuple(dataclasses.replace(block, layers=layers) for block, layers in blocks), outside, skipped)
-
-
-def _check_grids(structure: Structure, config: MoonshotConfig) -> None:
-    """Check that the layers can be quantized.
-
-    Raises:
-        MoonshotError: a layer's dtype has no grid.
-    """
-    for layer in structure.layers():
-        with error_context(layer.name):
-            Grid(BITS[0], config.quant_group).with_dtype(layer.parameter.dtype)
 
 
 def check_weight(layer: PrunableLayer) -> None:

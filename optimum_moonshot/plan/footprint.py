@@ -6,8 +6,8 @@ of tokens is unknown without data, so every expert of a mixture gets the same nu
 
 import dataclasses
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -140,12 +140,6 @@ def kind_of(block: Block) -> Any:
     return type(block.module), shapes, layers
 
 
-def consume(conversions: Iterable[Any]) -> None:
-    """Iterate over tensors without keeping them, like an observer."""
-    for _ in conversions:
-        pass
-
-
 class _FakeModel:
     """A copy of a model on fake tensors, with the calls of its blocks and the tensors that its hooks hold."""
 
@@ -234,10 +228,14 @@ class _FakeModel:
             key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), called.input_key
             if index not in reads.setdefault(key, []):
                 reads[key].append(index)
-            consume(called.tokens(inputs, None))
+            deque(called.tokens(inputs, None), maxlen=0)  # as an observer, one at a time
             if not torch.is_grad_enabled():
                 return None
-            return hook_gradient(output, lambda delta: consume(called.pairs(inputs, delta, None, self.samples)))
+
+            def add(delta: Tensor) -> None:
+                deque(called.pairs(inputs, delta, None, self.samples), maxlen=0)
+
+            return hook_gradient(output, add)
 
         self.layer(layer).watch(see, stack)
 

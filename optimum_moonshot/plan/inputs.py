@@ -10,7 +10,8 @@ from ..calibration.storage import Storage, free_memory
 from ..config import memory_size
 from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
-from ..errors import MoonshotError, Text, reason, require
+from ..devices import is_gpu
+from ..errors import MoonshotError, reason, require
 from ..model.calls import Forward, frozen, model_device
 from ..model.losses import is_causal
 from ..model.model_info import (
@@ -26,7 +27,7 @@ from ..pipeline.inputs import prepare
 from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint, sequences_by_shape
-from .spec import OffloadedBlocks, RunSpec, module_bytes
+from .spec import OffloadedBlocks, RunSpec, module_bytes, offloaded_blocks
 
 CPU = torch.device("cpu")
 
@@ -53,30 +54,30 @@ def build_spec(
     forward: Forward | None,
     resumes: bool,
     machine: MachineMemory,
-    offloaded: OffloadedBlocks | None,
+    offload: str | None,
 ) -> tuple[RunSpec, CalibrationData]:
-    """Describe a run, and load its data in batches, with notes for the plan.
+    """Describe a run, and load its data in batches, with notes for the plan; arguments as for `make_plan`.
 
     Raises `MoonshotError` for a run that cannot be planned, or cannot be planned without the model's weights.
     """
-    model, config, blocks = subject.model, selection.config, selection.structure.blocks
-    onloaded = model_device(model).type != "meta" and offloaded is None
-    if onloaded:
+    model, config, device = subject.model, selection.config, model_device(subject.model)
+    offloaded = offloaded_blocks(selection.structure, offload, machine.device is None and not is_gpu(device))
+    in_memory = device.type != "meta" and offloaded is None
+    if in_memory:
         prepared = prepare(subject, selection, batches)
         data = prepared.calibration
     else:
-        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-        data = with_room(load_calibration(batches, None, **options), selection, model)
+        data = with_room(load_calibration(batches, None, **_sizes(selection)), selection, model)
         if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-    footprint, notes = _footprint(model, selection, data, forward, required=not onloaded)
-    if onloaded:
+    footprint, notes = _footprint(model, selection, data, forward, required=not in_memory)
+    if in_memory:
         with frozen(model):
             tested = block_sequences(prepared, selection.needs_gradients)
         sequential, others = tuple(tested.sequential), tested.non_sequential
     else:
-        sequential, others = sequences_by_shape(footprint, blocks)
-        hint = Text("without {} they can be pruned, and planned", "offload")
+        sequential, others = sequences_by_shape(footprint, selection.structure.blocks)
+        hint = "without `offload` they can be pruned, and planned"
         single = offloaded is None or (len(sequential) == 1 and not others)
         require(single, "plan: the model's blocks are not sequential", hint=hint)
     device, free = _free(model, machine, offloaded)
@@ -86,7 +87,7 @@ def build_spec(
         non_sequential=others,
         footprint=footprint,
         sizes=tuple(map(batch_size, data.batches)),
-        tokens=data.sequence_length,
+        tokens=data.sequence_length or 0,
         vocabulary=vocabulary_size(model),
         storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
         resumes=resumes,
@@ -94,6 +95,10 @@ def build_spec(
         offloaded=offloaded,
     )
     return run, dataclasses.replace(data, notes=(*data.notes, *notes))
+
+
+def _sizes(selection: Selection) -> dict[str, Any]:
+    return {name: getattr(selection.config, name) for name in ("num_samples", "batch_size", "seed")}
 
 
 def _footprint(
@@ -144,8 +149,7 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
     """The batches of a run: the given ones, or random ones of the same size."""
     config, model = selection.config, subject.model
     if is_given(calibration):
-        options: dict[str, Any] = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-        options |= {"max_positions": max_positions(model), "usable": usable(subject, selection)}
+        options = {"max_positions": max_positions(model), "usable": usable(subject, selection), **_sizes(selection)}
         return load_calibration(calibration, subject.tokenizer, **options).batches
     generator = torch.Generator().manual_seed(config.seed)
     make = _images if takes_images(model) else _tokens

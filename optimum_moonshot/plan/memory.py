@@ -1,10 +1,11 @@
-"""A dry run, which counts bytes instead of allocating them, phase by phase in the order of the run.
+"""The bytes of a run, counted phase by phase in its order instead of being allocated.
 
-The partition of the layers and the form of their statistics are computed as in the run (`pipeline/`).
+The partition of the layers and the form of their statistics are computed as in the run (`pipeline/partition.py`),
+activations are those of `footprint.py`, and a solver's bytes are those that it states itself (`Solver.workspace`).
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,14 @@ from ..recover.run import Placement, TrainingBytes
 from ..recover.student import changes_structure, trainable
 from ..recover.tuning import part_size
 from .report import DISK, HOST, Bytes, Overflow, Snapshot
-from .spec import RunSpec, module_bytes, pattern_of, weight_bytes
+from .spec import RunSpec, module_bytes, weight_bytes
 
+# Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
+TRAINED_BYTES = 4 * 6 + 1
+# Bytes per weight of a matrix while a rotation is learned: the matrix, two rotated ones, the scores, their gradients.
+LEARNED_BYTES = 4 * 7
+# Bytes that `save_pretrained` copies to host memory at once, at most: of a resident model, and of an offloaded one.
+SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 WHOLE = "the whole model"  # the name of the block of all layers outside of sequential blocks
 Allocation = tuple[str, str, int]  # item, place and bytes
 
@@ -33,6 +40,20 @@ class Visit(NamedTuple):
     block: Block
     parts: list[Part]
     passes: int
+
+
+class Phase(NamedTuple):
+    """A phase that passes over the data."""
+
+    name: str
+    run: RunSpec
+    visits: list[Visit]
+
+
+class GramMatrices(StatisticsSpec):
+    """The statistics of a rotation, whatever the solver: at λ = 1 Gram matrices alone."""
+
+    diagonal = False
 
 
 @dataclasses.dataclass
@@ -48,12 +69,12 @@ class MemoryTrace:
         """Count bytes at the first place with enough memory, like `Storage.empty`; `where` is for an `Overflow`."""
         storage = self.run.storage
         device = storage.place(size)
-        if device is None and self.run.selection.config.offload_dir is None and not self.overflows:
-            limit = storage.limits[storage.device]
-            overflow = str(storage.device), "calibration", f"{item} of {where}", size, limit, str(MORE_MEMORY)
-            self.overflows.append(Overflow(*overflow))
         if device is not None:
             storage.used[device] += size
+        elif self.run.selection.config.offload_dir is None and not self.overflows:
+            limit, item_there = storage.limits[storage.device], f"{item} of {where}"
+            overflow = Overflow(str(storage.device), "calibration", item_there, size, limit, MORE_MEMORY)
+            self.overflows.append(overflow)
         place = DISK if device is None else str(device)
         self.add(item, place, size)
         return item, place, size
@@ -72,28 +93,29 @@ class MemoryTrace:
 
     def snapshot(self, phase: str, where: str, **temporary: int) -> None:
         """Record the bytes in memory at a block or layer, with temporary ones (item → bytes) on the device."""
-        items = {item: dict(sizes) for item, sizes in self.held.items()}
-        retained = 0 if phase in ("writing", "saving") else self.run.retained  # these have no passes
         device = str(self.run.device)
-        for item, size in {**temporary, "allocator": retained}.items():
-            sizes = items.setdefault(item, {})
-            sizes[device] = sizes.get(device, 0) + size
-        items = {item: {place: size for place, size in sizes.items() if size} for item, sizes in items.items()}
-        self.snapshots.append(Snapshot(phase, where, {item: sizes for item, sizes in items.items() if sizes}))
+        if phase not in ("writing", "saving"):  # which have no passes
+            temporary["allocator"] = self.run.retained
+        for item, size in temporary.items():
+            self.add(item, device, size)
+        present = {item: {place: size for place, size in sizes.items() if size} for item, sizes in self.held.items()}
+        self.snapshots.append(Snapshot(phase, where, {item: sizes for item, sizes in present.items() if sizes}))
+        for item, size in temporary.items():
+            self.add(item, device, -size)
 
-    def store_result(self, layer: PrunableLayer) -> None:
-        """Count a layer's pruned weight; in a file only its survivors and a bit mask."""
-        size = weight_bytes(layer)
-        if self.result_place == DISK:
-            dense = 1 - pattern_of(self.run.selection, layer).sparsity
-            size = min(size, round(dense * size) + layer.shape[0] * layer.shape[1] // 8)
-        self.add("results", self.result_place, size)
 
-    @property
-    def result_place(self) -> str:
-        """Where results wait for the end of the run."""
-        offloaded = self.run.offloaded
-        return DISK if self.run.resumes or (offloaded is not None and offloaded.place == DISK) else HOST
+def count_phases(trace: MemoryTrace, model: nn.Module) -> Iterator[Phase]:
+    """Count all phases, in the order of the run; those that pass over the data are returned."""
+    run, config = trace.run, trace.run.selection.config
+    trace.add("weights of a block", str(run.device), run.offloaded.largest if run.offloaded else 0)
+    if config.rotation is not None:
+        yield _rotation(trace, model)
+    if config.allocation == "fisher":
+        yield _allocation(trace)
+    yield Phase("calibration", run, count_passes(trace, "calibration"))
+    if config.recover is not None and not (config.distills and _distillation(trace, model)):
+        _recovery(trace)
+    _writing(trace, model)
 
 
 def count_passes(trace: MemoryTrace, phase: str, solves: bool = True, whole: bool = False) -> list[Visit]:
@@ -107,36 +129,26 @@ def count_passes(trace: MemoryTrace, phase: str, solves: bool = True, whole: boo
         observed = [index for index, block in enumerate(sequence.blocks) if block.layers]
         to_head = run.gradients and (run.offloaded is not None or sequence.extras is not None)
         blocks = sequence.blocks[observed[0] : None if to_head else observed[-1] + 1]
-        caches = _count_caches(trace, phase, blocks)
+        # Backward, the inputs of every block are cached, and the gradient of the current output; forward, the inputs.
+        cached = [block.name for block in blocks] if run.gradients else [blocks[0].name]
+        caches = [trace.allocate("caches", run.hidden_bytes, name) for name in cached]
+        if run.gradients:
+            caches.insert(0, trace.allocate("caches", run.hidden_bytes, "output gradients"))
+            logits = run.logits_bytes() + 3 * run.footprint.hidden
+            trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=logits)
         for block in reversed(blocks) if run.gradients else blocks:
             if block.layers:
-                visits.append(_count_block(trace, phase, block, solves, whole))
-            trace.free(*caches.pop(block.name, []))
-        trace.free(*caches.pop("", []))
+                visit = _count_block(trace, phase, block, solves, whole)
+                visits.append(visit._replace(passes=visit.passes + run.recomputes))
+            if run.gradients:
+                trace.free(caches.pop())
+        trace.free(*caches)
     structure = run.selection.structure
     others = [layer for block in run.non_sequential for layer in block.layers] + list(structure.outside)
     if others:
         block = Block(WHOLE, others[0].modules[0], tuple(others))
         visits.append(_count_block(trace, phase, block, solves, whole))
     return visits
-
-
-def _count_caches(trace: MemoryTrace, phase: str, blocks: Sequence[Block]) -> dict[str, list[Allocation]]:
-    """Count the caches, and return them by the block after which they are freed, "" for the end of the phase. Backward,
-    these are the inputs of every block and the last output's gradient; forward, the inputs of the first block.
-    """
-    run, hidden = trace.run, trace.run.footprint.hidden
-    caches: dict[str, list[Allocation]] = {}
-    for count in run.sizes:
-        size = hidden * count // run.batch
-        for block in blocks if run.gradients else blocks[:1]:
-            allocation = trace.allocate("caches", size, block.name)
-            caches.setdefault(block.name if run.gradients else "", []).append(allocation)
-        if run.gradients:
-            caches.setdefault("", []).append(trace.allocate("caches", size, "output gradients"))
-    if run.gradients:
-        trace.snapshot(phase, f"{blocks[-1].name}: head and loss", logits=run.logits_bytes() + 3 * hidden)
-    return caches
 
 
 def _count_block(trace: MemoryTrace, phase: str, block: Block, solves: bool, whole: bool) -> Visit:
@@ -172,25 +184,22 @@ def _count_part(trace: MemoryTrace, phase: str, block: Block, part: Part, solves
         else:
             rows, plan = first.stop - first.start, dataclasses.replace(spec.plan(layer), rows=first)
             activations += 4 * (1 + run.batch) * layer.shape[0] * layer.shape[1]  # sums over all slices
-    statistics: list[tuple[set[str], Allocation]] = []  # with the layers that use them
+    statistics: dict[str, list[Allocation]] = {layer.name: [] for layer in layers}  # freed when this one is solved
     for layer in layers:
         if size := spec.gradient_bytes(layer, plan):
-            statistics.append(({layer.name}, trace.allocate("statistics", size, layer.name)))
+            statistics[layer.name].append(trace.allocate("statistics", size, layer.name))
     shared = () if footprint is None or part.slices else footprint.shared
     groups = [[block.layers[i] for i in group if block.layers[i] in layers] for group in shared]
     for readers in filter(None, groups or [[layer] for layer in layers]):
-        size, names = spec.gram_bytes(readers[0]), {layer.name for layer in readers}
-        statistics.append((names, trace.allocate("statistics", size, readers[0].name)))
+        size = spec.gram_bytes(readers[0])
+        statistics[readers[-1].name].append(trace.allocate("statistics", size, readers[0].name))
     trace.snapshot(phase, where, activations=activations + max(_staging_bytes(run, layer) for layer in layers))
     for layer in part.layers:
         if solves:
             unsliced = 8 * layer.shape[0] * layer.shape[1] if rows else 0
             trace.snapshot("solver", layer.name, solver=run.solver_bytes(layer, rows) + unsliced)
-            trace.store_result(layer)
-        for names, allocation in statistics:
-            if layer.name in names:
-                names.remove(layer.name)
-                trace.free(*([] if names else [allocation]))
+            trace.add("results", run.result_place, run.result_bytes(layer))
+        trace.free(*statistics[layer.name])
 
 
 def _staging_bytes(run: RunSpec, layer: PrunableLayer) -> int:
@@ -204,62 +213,23 @@ def _staging_bytes(run: RunSpec, layer: PrunableLayer) -> int:
     return min(slice_bytes(run.device), 8 * min(STAGED, run.samples) * weights) if compressed else 0
 
 
-# Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
-TRAINED_BYTES = 4 * 6 + 1
-# Bytes per weight of a matrix while a rotation is learned: the matrix, two rotated ones, the scores, their gradients.
-LEARNED_BYTES = 4 * 7
-# Bytes that `save_pretrained` copies to host memory at once, at most: of a resident model, and of an offloaded one.
-SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
-
-
-class Phase(NamedTuple):
-    """A phase that passes over the data."""
-
-    name: str
-    run: RunSpec
-    visits: list[Visit]
-
-
-def count_phases(trace: MemoryTrace, model: nn.Module) -> Iterator[Phase]:
-    """Count all phases, in the order of the run."""
-    run, config = trace.run, trace.run.selection.config
-    trace.add("weights of a block", str(run.device), run.offloaded.largest if run.offloaded else 0)
-    if config.rotation is not None:
-        yield _rotation(trace, model)
-    if config.allocation == "fisher":
-        yield _allocation(trace)
-    yield Phase("calibration", run, count_passes(trace, "calibration"))
-    if config.recover is not None and not (config.distills and _distillation(trace, model)):
-        _recovery(trace)
-    if run.offloaded is None:
-        _writing(trace)
-    _saving(trace, model)
-
-
-class GramMatrices(StatisticsSpec):
-    """The statistics of a rotation, whatever the solver: at λ = 1 Gram matrices alone."""
-
-    diagonal = False
-
-
 def _rotation(trace: MemoryTrace, model: nn.Module) -> Phase:
     """Count a pass, with an inverse for each group of layers that share their inputs, and the learning of the rotation.
 
     The dense weights are copied to host memory. Rotated weights of offloaded blocks stay beside the original ones until
     the run ends.
     """
-    offloaded, selection = trace.run.offloaded, trace.run.selection
+    offloaded, selection, blocks = trace.run.offloaded, trace.run.selection, trace.run.footprint.blocks
     dense_model, gradients = selection.of_the_dense_model(lam=1.0), selection.rotates_by_gradients
     run = dataclasses.replace(trace.run, selection=dense_model, gradients=gradients, kind=GramMatrices)
-    dense = sum(map(weight_bytes, selection.layers))
+    dense = 0 if offloaded is not None else sum(map(weight_bytes, selection.layers))
+    trace.add("dense weights", HOST, dense)
     if offloaded is not None:
         trace.add("rotated weights", offloaded.place, offloaded.total)
-    else:
-        trace.add("dense weights", HOST, dense)
     width, heads = text_setting(model, "hidden_size"), max(1, text_setting(model, "num_attention_heads"))
     inverses = []
-    for block in selection.structure.blocks:
-        for group in run.footprint.blocks[block.name].shared if block.name in run.footprint.blocks else ():
+    for block in (block for block in selection.structure.blocks if block.name in blocks):
+        for group in blocks[block.name].shared:
             d_in = block.layers[group[0]].shape[1]
             size = 4 * d_in * (d_in if d_in == width else max(1, d_in // heads))
             inverses.append(trace.allocate("inverses", size, block.name))
@@ -267,8 +237,7 @@ def _rotation(trace: MemoryTrace, model: nn.Module) -> Phase:
     largest = max(layer.shape[0] * layer.shape[1] // layer.groups for layer in selection.layers)
     trace.snapshot("rotation", "learning", learning=LEARNED_BYTES * largest + 24 * width**2)
     trace.free(*inverses)
-    if offloaded is None:
-        trace.add("dense weights", HOST, -dense)
+    trace.add("dense weights", HOST, -dense)
     return Phase("rotation", run, visits)
 
 
@@ -283,8 +252,7 @@ def _allocation(trace: MemoryTrace) -> Phase:
     rows = len(range(*sampled_rows(largest).indices(largest.shape[0])))
     rows *= len(trial_patterns(selection.patterns[largest.name]))
     size = dataclasses.replace(trace.run.problem_size(largest, rows), samples=0, lam=1.0)
-    solver = selection.solver.workspace(size, pattern_of(selection, largest))
-    trace.snapshot("allocation", largest.name, solver=solver)
+    trace.snapshot("allocation", largest.name, solver=selection.solver.workspace(size, trace.run.pattern(largest)))
     return Phase("allocation", run, visits)
 
 
@@ -294,23 +262,23 @@ def _recovery(trace: MemoryTrace) -> None:
     samples = min(part_size(run.samples), run.batch)
     per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
     per_weight += 8 if config.bits or config.has_budget else 0  # the weight on the grid and its gradient
-    streams = [trace.allocate("streams", run.footprint.hidden * n // run.batch, "recovery") for n in 2 * run.sizes]
+    streams = [trace.allocate("streams", run.hidden_bytes, "recovery") for _ in range(2)]
     for block in (block for sequence in run.sequential for block in sequence.blocks if block.layers):
         footprint = run.footprint.blocks.get(block.name)
         activations = 0 if footprint is None else footprint.trained * samples * 4 // (run.batch * run.itemsize)
         others = _trained_beside(run, block)
         trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
         trace.snapshot("recovery", block.name, activations=activations, training=trained * per_weight)
-        trace.add("results", trace.result_place, sum(tensor.nbytes for tensor in others))
+        trace.add("results", run.result_place, sum(tensor.nbytes for tensor in others))
     trace.free(*streams)
 
 
 def _trained_beside(run: RunSpec, block: Block) -> list[nn.Parameter]:
     """The parameters of a block that a recovery trains besides the pruned matrices: all of a narrower block."""
-    narrower = changes_structure(pattern_of(run.selection, layer) for layer in block.layers)
+    if run.selection.config.recover is None or not changes_structure(map(run.pattern, block.layers)):
+        return []
     pruned = {id(layer.parameter) for layer in block.layers}
-    trained = trainable(block.module).values() if narrower and run.selection.config.recover is not None else ()
-    return [parameter for parameter in trained if id(parameter) not in pruned]
+    return [parameter for parameter in trainable(block.module).values() if id(parameter) not in pruned]
 
 
 def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
@@ -320,10 +288,10 @@ def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
     placement = Placement.within(size, run.storage)
     if not placement.trains:
         return False
-    cache = trace.allocate("streams", run.footprint.hidden * run.samples // run.batch, "teacher")
+    cache = trace.allocate("streams", run.hidden_bytes, "teacher")
     samples = min(part_size(run.samples), run.batch)
     passes = [block.trained for block in run.footprint.blocks.values()] or [run.footprint.whole]
-    activations = sum(passes) * samples // run.batch + 3 * samples * (run.tokens or 0) * run.vocabulary * run.itemsize
+    activations = sum(passes) * samples // run.batch + 3 * samples * run.tokens * run.vocabulary * run.itemsize
     trace.add("training", HOST, size.host if placement.on_host else size.best)
     trace.add("training", str(run.device), size.copy + (0 if placement.on_host else size.state))
     trace.snapshot("recovery", "the model", activations=min(activations, run.storage.available()))
@@ -332,23 +300,22 @@ def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
     return True
 
 
-def _writing(trace: MemoryTrace) -> None:
-    """Count the dense weights, which are moved to host memory while pruned ones replace them."""
-    sizes = list(map(weight_bytes, trace.run.selection.layers))
-    for block in (block for sequence in trace.run.sequential for block in sequence.blocks):
-        sizes += [parameter.nbytes for parameter in _trained_beside(trace.run, block)]
-    dense = max(sizes) + (sum(sizes) if trace.run.resumes else 0)
-    trace.add("dense weights", HOST, dense)
-    trace.snapshot("writing", "the model")
-    trace.add("dense weights", HOST, -dense)
-    trace.held.pop("results", None)
-
-
-def _saving(trace: MemoryTrace, model: nn.Module) -> None:
-    """Count the copied tensors of a file; a resident model in host memory is saved without copies."""
-    offloaded = trace.run.offloaded
-    if offloaded is not None:
-        trace.add("weights of a file", HOST, min(module_bytes(model), max(STREAMED_BYTES, offloaded.largest)))
-    elif trace.run.device.type != "cpu":
-        trace.add("weights of a file", HOST, min(module_bytes(model), SHARD_BYTES))
+def _writing(trace: MemoryTrace, model: nn.Module) -> None:
+    """Count the dense weights, which are moved to host memory while pruned ones replace them; then the copied tensors
+    of a saved file. A resident model in host memory is saved without copies.
+    """
+    run, offloaded, copied = trace.run, trace.run.offloaded, 0
+    if offloaded is None:
+        sizes = list(map(weight_bytes, run.selection.layers))
+        for block in (block for sequence in run.sequential for block in sequence.blocks):
+            sizes += [parameter.nbytes for parameter in _trained_beside(run, block)]
+        dense = max(sizes) + (sum(sizes) if run.resumes else 0)
+        trace.add("dense weights", HOST, dense)
+        trace.snapshot("writing", "the model")
+        trace.add("dense weights", HOST, -dense)
+        trace.held.pop("results", None)
+        copied = 0 if run.device.type == "cpu" else SHARD_BYTES
+    else:
+        copied = max(STREAMED_BYTES, offloaded.largest)
+    trace.add("weights of a file", HOST, min(module_bytes(model), copied))
     trace.snapshot("saving", "the model")

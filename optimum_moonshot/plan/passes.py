@@ -1,155 +1,139 @@
-"""Seconds of the passes over the data: a batch passes the first block of every kind as in the run.
+"""Seconds of the passes over the data, measured on one batch.
 
-Where a batch would take more than a few seconds, a sample or some of its tokens take its place, and the time is
-proportional to the tokens.
+The batch passes the model, and then, under the hooks of the run, the first block of every kind.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
 
 from ..calibration.accumulators import STAGED, GradientPlan
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage
-from ..data.batches import Batch, batch_size, shorten, take
+from ..data.batches import Batch, batch_size
+from ..model.calls import BlockCall, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block, PrunableLayer
-from ..pipeline.block_sequences import BlockSequence
+from ..model.losses import token_mask
 from ..pipeline.selection import Subject
-from ..pipeline.walk import FullModelPipeline, Stage, Walk
+from ..pipeline.walk import FullModelPipeline, PassObserver
 from .footprint import kind_of
 from .memory import WHOLE, Phase, Visit, passes_of
 from .solver import clock
 from .spec import RunSpec
 
-# A larger trial is expected to take at most so many seconds, or this fraction of the run if that is more.
-TRIAL_SECONDS, TRIAL_FRACTION = 3.0, 0.02
-FIRST_TOKENS = 64  # of the first trial
-ALL_TOKEN_EXPERTS = 4  # experts of a layer that get all tokens in a trial
+PassRunner = Callable[[PassObserver], None]  # passes the trial batch, under an observer's hooks
 
 
-class PassSeconds(NamedTuple):
-    """Seconds per sample."""
+@dataclass
+class Trial:
+    """A batch that has passed the model once."""
 
-    capture: float  # of the forward pass that fills the caches, with gradients also of the head's backward pass
-    blocks: dict[str, float]  # of all passes at a block, by its name
-    forward: float  # of one pass of the blocks without hooks
+    subject: Subject
+    batch: Batch
+    calls: dict[Any, tuple[str, PassRunner]]  # kind of sequential block → name and call of the first one
+    outside: float  # seconds of a forward pass outside of sequential blocks
+    forward: float  # seconds of a forward pass of all sequential blocks
 
-    @property
-    def total(self) -> float:
-        """All passes."""
-        return self.capture + sum(self.blocks.values())
+    @classmethod
+    def of(cls, subject: Subject, run: RunSpec, batch: Batch) -> "Trial":
+        calls: dict[Any, tuple[str, PassRunner]] = {}
+        blocks = [block for sequence in run.sequential for block in sequence.blocks]
+        inside, started = 0.0, list[float]()
 
+        def enter(block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, others, named = split_hidden(args, kwargs)
+            call = BlockCall(others, without_caches(named), hidden)
+            calls.setdefault(kind_of(block), (block.name, partial(_run_block, block.module, call, batch)))
+            started.append(clock(run.device))
 
-def pass_seconds(subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[BlockSequence]) -> PassSeconds:
-    """Measure the seconds per sample in the passes of a phase."""
-    trial, size, taken, expected = PassSeconds(0.0, {}, 0.0), 0, 0.0, 0.0
-    for part in (shorten(batch, tokens=FIRST_TOKENS), take(batch, 0, 1), batch):
-        grown = _elements(part) / size if size else 0
-        if grown == 1 or grown * taken > max(TRIAL_SECONDS, TRIAL_FRACTION * expected):
-            continue
-        started = clock(phase.run.device)
-        trial = _trial(subject, phase, part, sequences)
-        size, taken = _elements(part), clock(phase.run.device) - started
-        expected = trial.total * phase.run.samples * _elements(batch) / size / batch_size(batch)
-    scale = _elements(batch) / size / batch_size(batch)
-    blocks = {name: seconds * scale for name, seconds in trial.blocks.items()}
-    return PassSeconds(trial.capture * scale, blocks, trial.forward * scale)
+        def leave(*_: Any) -> None:
+            nonlocal inside
+            inside += clock(run.device) - started.pop()
 
+        with ExitStack() as stack, torch.no_grad():
+            for block in blocks:
+                stack.callback(block.module.register_forward_pre_hook(partial(enter, block), with_kwargs=True).remove)
+                stack.callback(block.module.register_forward_hook(leave).remove)
+            start = clock(run.device)
+            run_model(subject.model, batch)
+            outside = clock(run.device) - start - inside
+        trial = cls(subject, batch, calls, outside, 0.0)
+        alone = {kind: trial.observed(run, call, ()) for kind, (_, call) in calls.items()}
+        trial.forward = sum(alone[kind_of(block)] for block in blocks)
+        return trial
 
-def _elements(batch: Batch) -> int:
-    return next(iter(batch.values())).numel()
+    def seconds(self, phase: Phase) -> float:
+        """Seconds per sample in all passes of a phase."""
+        run, visits = phase.run, {visit.block.name: visit for visit in phase.visits}
+        total = self.forward + 3 * self.outside if run.gradients else 0.0  # capture: with the head's backward pass
+        passes: dict[Any, float] = {}  # kind → seconds of a pass
+        for kind, (name, call) in self.calls.items():
+            if name in visits:
+                passes[kind] = self._pass_seconds(run, visits[name], call)
+        for visit in phase.visits:
+            if visit.block.name == WHOLE:
+                model = FullModelPipeline(self.subject.model, (), [self.batch], run.gradients, self.subject.loss)
+                total += visit.passes * self._pass_seconds(run, visit, model.run)
+            else:
+                total += visit.passes * passes[kind_of(visit.block)]
+        return total / batch_size(self.batch)
 
+    def _pass_seconds(self, run: RunSpec, visit: Visit, call: PassRunner) -> float:
+        """Mean seconds of a pass of the trial batch at a block; of slices the first is measured."""
+        forward, seconds, spec = self.observed(run, call, ()), 0.0, run.statistics
+        for part in visit.parts:
+            layers, plans = part.layers, {layer.name: spec.plan(layer) for layer in part.layers}
+            if part.slices and layers[0].separate:
+                layers = (replace(layers[0], span=(part.slices[0].start, part.slices[0].stop)),)
+            elif part.slices:
+                plans = {name: replace(plan, rows=part.slices[0]) for name, plan in plans.items()}
+            passes, observed = passes_of(run, part), self.observed(run, call, layers, plans)
+            # Half of the passes send all tokens to every under-calibrated expert, not to `top_k` of them.
+            more = [layer.groups / run.footprint.top_k[layer.name] for layer in layers if run.all_token_experts(layer)]
+            seconds += passes * observed + (passes // 2 * (max(more) - 1) * (observed - forward) if more else 0.0)
+        advancing = visit.passes - sum(passes_of(run, part) for part in visit.parts)
+        return (seconds + advancing * forward * (3 if run.gradients else 1)) / visit.passes
 
-def _trial(subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[BlockSequence]) -> PassSeconds:
-    """Seconds of a batch: one block of each kind is measured."""
-    run, capture = phase.run, 0.0
-    measured: dict[Any, tuple[float, float]] = {}  # kind → seconds of a pass, and of one without hooks
-    visits = {visit.block.layers[0].name: visit for visit in phase.visits}
-    for stages, blocks in _walks(subject, phase, batch, sequences):
-        missing = {kind_of(block) for block in blocks if block.layers} - measured.keys()
-        started = clock(run.device)
-        for index, stage in enumerate(stages):
-            capture += 0.0 if index else clock(run.device) - started
-            visit = visits[stage.layers[0].name] if stage.layers else None
-            if visit is not None and kind_of(visit.block) in missing:
-                measured[kind_of(visit.block)] = _visit_seconds(run, stage, visit, batch_size(batch))
-                missing.remove(kind_of(visit.block))
-            if not missing:
-                break
-            stage.advance()
-    taken = {visit.block.name: visit.passes * measured[kind_of(visit.block)][0] for visit in phase.visits}
-    forward = sum(measured[kind_of(visit.block)][1] for visit in phase.visits)
-    if run.offloaded is not None and run.gradients:  # the other blocks returned their input
-        names = {block.name for block in sequences[0].blocks}
-        others = (kind_of(block) for block in run.selection.structure.blocks if block.name not in names)
-        capture += sum(measured[kind][1] for kind in others if kind in measured)
-    return PassSeconds(capture, taken, forward)
+    def observed(
+        self,
+        run: RunSpec,
+        call: PassRunner,
+        layers: Sequence[PrunableLayer],
+        plans: Mapping[str, GradientPlan] | None = None,
+    ) -> float:
+        """Seconds of a pass of the trial batch under the hooks of some layers.
 
-
-def _walks(
-    subject: Subject, phase: Phase, batch: Batch, sequences: Sequence[BlockSequence]
-) -> Iterator[tuple[Iterable[Stage], tuple[Block, ...]]]:
-    """The walks of a run with their blocks; offloaded blocks are in the sequences or return their input."""
-    run, blocks = phase.run, phase.run.selection.structure.blocks
-    for sequence in sequences:
-        others = tuple(block for block in blocks if block not in sequence.blocks) if run.offloaded is None else ()
-        storage = Storage(run.device)
-        extras, loss = sequence.extras, subject.loss
-        walk = Walk(subject.model, sequence.blocks, [batch], run.gradients, loss, storage, extras, others)
-        yield _captured(walk), sequence.blocks
-    for block in (visit.block for visit in phase.visits if visit.block.name == WHOLE):
-        others = blocks if run.offloaded is None else ()
-        yield FullModelPipeline(subject.model, others, [batch], run.gradients, subject.loss, block.layers), (block,)
-
-
-def _captured(walk: Walk) -> Iterator[Stage]:
-    yield from walk.capture()
-
-
-def _visit_seconds(run: RunSpec, stage: Stage, visit: Visit, count: int) -> tuple[float, float]:
-    """Mean seconds of a batch of `count` samples in a pass at a block, and in a pass without hooks."""
-    forward, seconds, spec = _observed(run, stage, (), count), 0.0, run.statistics
-    for part in visit.parts:
-        layers, plans = part.layers, {layer.name: spec.plan(layer) for layer in part.layers}
-        if part.slices and layers[0].separate:
-            layers = (dataclasses.replace(layers[0], span=(part.slices[0].start, part.slices[0].stop)),)
-        elif part.slices:
-            plans = {name: dataclasses.replace(plan, rows=part.slices[0]) for name, plan in plans.items()}
-        passes, observed = passes_of(run, part), _observed(run, stage, layers, count, plans)
-        shown = [layer for layer in part.layers if run.all_token_experts(layer)]
-        if shown:  # half of the passes give them all tokens
-            some = min(ALL_TOKEN_EXPERTS, *(layer.groups for layer in shown))
-            experts = [dataclasses.replace(layer, span=(0, some), everywhere=True) for layer in shown]
-            expert = max(0.0, _observed(run, stage, experts, count) - forward) / some
-            seconds += passes // 2 * (observed + forward) + expert * max(layer.groups for layer in shown)
-        else:
-            seconds += passes * observed
-    advancing = visit.passes - sum(passes_of(run, part) for part in visit.parts)
-    return (seconds + advancing * forward * (3 if run.gradients else 1)) / visit.passes, forward
+        The second of two passes is timed: the first one allocates the memory of the statistics.
+        """
+        plans, spec, device = plans or {}, run.statistics, run.device
+        with_gradients = {layer.name for layer in layers if layer.name in plans and spec.needs_gradients(layer)}
+        compressed = any(plans[name].column_block is not None for name in with_gradients)
+        count = batch_size(self.batch)
+        samples = STAGED if compressed else count
+        with Observer(layers, spec.diagonal, with_gradients, samples, Storage(device), plans) as observer:
+            call(observer)
+            passing = clock(device)
+            call(observer)
+        passed = clock(device)
+        for layer in layers:
+            if observer.reached(layer):
+                observer.take(layer)
+        adding = clock(device) - passed  # of `STAGED` samples, where they are compressed
+        return passed - passing + (adding * count / STAGED if compressed else 0.0)
 
 
-def _observed(
-    run: RunSpec,
-    stage: Stage,
-    layers: Sequence[PrunableLayer],
-    count: int,
-    plans: Mapping[str, GradientPlan] | None = None,
-) -> float:
-    """Seconds of a batch of `count` samples under the hooks of some layers; with `plans` as in a pass of the run.
-
-    The second of two passes is timed: the first one allocates the memory of the statistics.
-    """
-    plans, spec = plans or {}, run.statistics
-    with_gradients = {layer.name for layer in layers if layer.name in plans and spec.needs_gradients(layer)}
-    compressed = any(plans[name].column_block is not None for name in with_gradients)
-    samples = STAGED if compressed else count
-    with Observer(layers, spec.diagonal, with_gradients, samples, Storage(run.device), plans) as observer:
-        stage.observe(observer)
-        passing = clock(run.device)
-        stage.observe(observer, advance=bool(plans))
-    passed = clock(run.device)
-    for layer in layers:
-        if observer.reached(layer):
-            observer.take(layer)
-    adding = clock(run.device) - passed  # of `STAGED` samples, where they are compressed
-    return passed - passing + (adding * count / STAGED if compressed else 0.0)
+def _run_block(module: nn.Module, call: BlockCall, batch: Batch, observer: PassObserver) -> None:
+    """Run a block on its arguments under an observer, and backward if it needs gradients."""
+    gradients, mask = bool(observer.gradients), token_mask(batch)
+    observer.begin(0, batch_size(batch), mask)
+    with torch.set_grad_enabled(gradients):
+        args, kwargs = join_hidden(call.hidden.detach().requires_grad_(gradients), call)
+        output = first_tensor(module(*args, **kwargs))
+        if gradients:
+            torch.autograd.backward(output, output.detach())
+    observer.end()

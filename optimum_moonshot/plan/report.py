@@ -1,13 +1,13 @@
-"""The plan of a run: memory at its peaks, calibration passes, seconds, and what does not fit."""
+"""The plan of a run: memory at its peaks, calibration passes, seconds, and everything that does not fit."""
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..reports.json_files import save_json
-from ..reports.tables import text_table
 
 PLAN_NAME = "moonshot_plan.json"
 DISK, HOST = "disk", "cpu"
@@ -29,21 +29,18 @@ class Snapshot:
     def line(self, place: str) -> str:
         """One line of text, with the largest items first."""
         items = sorted(((sizes.get(place, 0), name) for name, sizes in self.items.items()), reverse=True)
-        parts = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
-        return f"{gib(self.total(place))} of {place} at {self.where} ({parts})"
+        listed = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
+        return f"{self.phase}: {gib(self.total(place))} of {place} at {self.where} ({listed})"
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """One block, or the layers outside of all blocks."""
+    """The passes over the calibration data at one block, or for the layers outside of all blocks."""
 
     name: str
-    layers: int
     rounds: int  # groups of layers whose statistics are in memory together
-    passes: int  # calibration passes, after the one that fills the caches
-    parts: dict[str, int]  # layer → number of parts, for layers solved in several parts of rows or experts
-    bytes: Bytes  # at the peak, by place
-    seconds: float | None  # None without weights to measure on
+    passes: int  # after the one that fills the caches
+    parts: dict[str, int]  # layer → number of slices of its rows or experts, for layers that exceed the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +56,8 @@ class Overflow:
 
     def line(self) -> str:
         """One line of text."""
-        return (
-            f"does not fit: {self.where} ({self.phase}) needs {gib(self.needs)} of {self.place}, which has "
-            f"{gib(self.has)}: {self.hint}"
-        )
+        needed = f"{self.where} ({self.phase}) needs {gib(self.needs)} of {self.place}"
+        return f"does not fit: {needed}, which has {gib(self.has)}: {self.hint}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,8 +69,7 @@ class Plan:
     data: dict[str, Any]  # num_samples, sequence_length, batches, batch_size
     device: str
     available: Bytes  # free by place when the plan was made, without the model; the disk has no limit
-    budget: Bytes  # limits of statistics and caches
-    blocks: tuple[BlockPlan, ...]
+    blocks: tuple[BlockPlan, ...]  # in the model's order; layers outside of all blocks are last
     snapshots: tuple[Snapshot, ...]  # the peak of every phase, at every place
     seconds: dict[str, float]  # by phase, and "total"; empty without weights
     overflows: tuple[Overflow, ...] = ()
@@ -87,10 +81,11 @@ class Plan:
         return not self.overflows
 
     @property
-    def places(self) -> list[str]:
-        """The places that the run uses."""
-        places = dict.fromkeys([self.device, *self.available])
-        return [*places, *([DISK] if any(snapshot.total(DISK) for snapshot in self.snapshots) else [])]
+    def peaks(self) -> Bytes:
+        """The most memory at each place that the run uses, without the model."""
+        places = dict.fromkeys([self.device, *self.available, DISK])
+        most = {place: self.peak(place).total(place) for place in places}
+        return {place: size for place, size in most.items() if size or place != DISK}
 
     def peak(self, place: str | None = None) -> Snapshot:
         """The snapshot with the most memory, without the model.
@@ -99,11 +94,6 @@ class Plan:
             place: of the memory; None: the model's device.
         """
         return max(self.snapshots, key=lambda snapshot: snapshot.total(place or self.device))
-
-    @property
-    def peaks(self) -> Bytes:
-        """The most memory at each place, without the model."""
-        return {place: self.peak(place).total(place) for place in self.places}
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the plan to JSON types."""
@@ -115,70 +105,53 @@ class Plan:
 
     def __repr__(self) -> str:
         """One line: the peaks, the time, and whether it fits."""
-        held = ", ".join(f"{place} {gib(size)}" for place, size in self.peaks.items())
+        peaks = ", ".join(f"{place} {gib(size)}" for place, size in self.peaks.items())
         time = f", {duration(self.seconds['total'])}" if self.seconds else ""
-        return f"{type(self).__name__}({held}{time}, {'fits' if self.fits else 'does not fit'})"
-
-    def table(self, width: int = 120) -> str:
-        """A text table: a row per block, the peak of every phase, and what does not fit.
-
-        Args:
-            width: characters of a line of the table.
-        """
-        headers = ["block", "layers", "rounds", "passes", *self.places, "s"]
-        rows = [
-            [
-                block.name,
-                str(block.layers),
-                str(block.rounds),
-                str(block.passes),
-                *(gib(block.bytes.get(place, 0)) for place in self.places),
-                "" if block.seconds is None else f"{block.seconds:.1f}",
-            ]
-            for block in self.blocks
-        ]
-        return "\n".join([text_table(headers, rows, width), "", *self._summary()])
+        return f"Plan({peaks}{time}, {'fits' if self.fits else 'does not fit'})"
 
     def __str__(self) -> str:
-        return self.table()
+        """The model and the data, the passes at the blocks, the peak and the time of every phase, the verdict."""
+        return "\n".join(self._lines())
 
-    def _summary(self) -> list[str]:
-        model, data = self.model, self.data
-        kind = "" if model["weights"] else ", without its weights"
-        offloaded = model["offloaded"]
+    def _lines(self) -> Iterator[str]:
+        model, data, offloaded = self.model, self.data, self.model["offloaded"]
         location = f"{gib(model['bytes'])} on {self.device}"
         if offloaded:
-            location = (
-                f"{gib(model['bytes'] - offloaded['total'])} on {self.device}, {gib(offloaded['total'])} offloaded to "
-                f"{'host memory' if offloaded['place'] == 'cpu' else 'files'}, onloaded block by block"
-            )
-        lines = [f"model: {model['class']}, {model['parameters']:,} parameters, {location}{kind}"]
+            place = "host memory" if offloaded["place"] == HOST else "files"
+            location = f"{gib(model['bytes'] - offloaded['total'])} on {self.device}"
+            location += f", {gib(offloaded['total'])} offloaded to {place}, onloaded block by block"
+        weights = "" if model["weights"] else ", without its weights"
+        yield f"model: {model['class']}, {model['parameters']:,} parameters, {location}{weights}"
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
-        lines += [f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"] if data else []
-        for phase in dict.fromkeys(snapshot.phase for snapshot in self.snapshots):
-            of_phase = [snapshot for snapshot in self.snapshots if snapshot.phase == phase]
-            peaks = ((place, max(of_phase, key=lambda snapshot: snapshot.total(place))) for place in self.places)
-            lines += [f"{phase}: {peak.line(place)}" for place, peak in peaks if peak.total(place)]
-        lines += [f"{name}: in {count} parts" for block in self.blocks for name, count in block.parts.items()]
-        lines += [f"note: {note}" for note in self.notes]
+        yield f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"
+        for (rounds, passes), equal in groupby(self.blocks, lambda block: (block.rounds, block.passes)):
+            names = [block.name for block in equal]
+            first_to_last = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            yield f"{first_to_last}: passes {passes}, groups of layers {rounds}"
+        yield from (f"{name}: in {count} slices" for block in self.blocks for name, count in block.parts.items())
+        for snapshots in _by_phase(self.snapshots):
+            peaks = ((place, max(snapshots, key=lambda snapshot: snapshot.total(place))) for place in self.peaks)
+            yield from (peak.line(place) for place, peak in peaks if peak.total(place))
+        yield from (f"note: {note}" for note in self.notes)
         if self.seconds:
-            lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
-        lines += [overflow.line() for overflow in self.overflows]
-        summary = ", ".join(
+            yield "; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items())
+        yield from (overflow.line() for overflow in self.overflows)
+        resident = "the resident part of the model" if offloaded else "the model"
+        sizes = [
             f"{place} {gib(size)}" + (f" of {gib(self.available[place])} free" if place in self.available else "")
             for place, size in self.peaks.items()
-        )
-        model_part = "the resident part of the model" if offloaded else "the model"
-        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {model_part}, at most {summary}")
-        return lines
+        ]
+        yield f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {resident}, at most {', '.join(sizes)}"
+
+
+def _by_phase(snapshots: Sequence[Snapshot]) -> list[list[Snapshot]]:
+    phases = dict.fromkeys(snapshot.phase for snapshot in snapshots)
+    return [[snapshot for snapshot in snapshots if snapshot.phase == phase] for phase in phases]
 
 
 def peaks_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
     """The peaks of every phase at each place, in the order of the snapshots."""
-    peaks: set[int] = set()
-    for phase in dict.fromkeys(snapshot.phase for snapshot in snapshots):
-        of_phase = [snapshot for snapshot in snapshots if snapshot.phase == phase]
-        peaks |= {id(max(of_phase, key=lambda snapshot: snapshot.total(place))) for place in places}
+    peaks = {id(max(s, key=lambda snapshot: snapshot.total(place))) for s in _by_phase(snapshots) for place in places}
     return tuple(snapshot for snapshot in snapshots if id(snapshot) in peaks)
 
 

@@ -4,7 +4,6 @@ The model, its configuration and its files stay as they are; nothing is download
 tokenized yet counts as `num_samples` windows of `sequence_length` tokens, the most that a run would use.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,20 +11,30 @@ from typing import Any
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..devices import is_gpu
 from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
 from ..pipeline.selection import Subject, select
 from .inputs import MachineMemory, build_spec, example_batches, is_given
-from .memory import MemoryTrace, Visit, count_phases
+from .memory import MemoryTrace, Phase, count_phases
 from .report import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
-from .seconds import Seconds, measure
+from .seconds import measure
 from .solver import clock
-from .spec import RunSpec, module_bytes, offloaded_blocks
+from .spec import RunSpec, module_bytes
 
 # Host memory of the libraries that read and tokenize text.
 TEXT_BYTES = 48 * 2**20
+# The options that reduce the largest item of a peak.
+HINTS = {
+    "caches": "set offload_dir, or lower max_memory, num_samples or sequence_length",
+    "statistics": 'set offload_dir, lower max_memory or num_samples, or fisher="shared", or solver="wanda"',
+    "solver": 'lower num_samples, or fisher="shared" or lam=1, or solver="wanda"',
+    "activations": "lower batch_size or sequence_length",
+    "logits": "lower batch_size or sequence_length",
+    "weights of a block": "a narrower dtype",
+    "rotated weights": "another offload_dir, or no rotation",
+    "results": "give a resume_dir",
+}
 
 
 def make_plan(
@@ -56,19 +65,18 @@ def make_plan(
     model, device = subject.model, model_device(subject.model)
     weights, started, limits = device.type != "meta", clock(device), machine or MachineMemory()
     selection = select(model, config)
-    offloaded = offloaded_blocks(selection.structure, offload, limits.device is None and not is_gpu(device))
     batches = example_batches(subject, selection, calibration)
     with called_by(model, forward) if weights else nullcontext():
-        run, data = build_spec(subject, selection, batches, forward, resumes, limits, offloaded)
+        run, data = build_spec(subject, selection, batches, forward, resumes, limits, offload)
         trace = MemoryTrace(run)
         trace.add("reading text", HOST, TEXT_BYTES if "input_ids" in batches[0] and not is_given(calibration) else 0)
         phases = list(count_phases(trace, model))
         ready = clock(device) - started
-        seconds = measure(subject, phases, data.batches[0], ready) if weights and machine is None else None
+        seconds = measure(subject, phases, data.batches[0], ready) if weights and machine is None else {}
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     places = [*dict.fromkeys([str(run.device), *free]), DISK]
     peaks = peaks_of(trace.snapshots, places)
-    overflows = *_model_overflows(model, run, limits), *trace.overflows, *_overflows(peaks, free, run)
+    overflows = *_model_overflows(model, run, limits), *trace.overflows, *_overflows(peaks, free)
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
         model=_describe(model, run),
@@ -80,10 +88,9 @@ def make_plan(
         },
         device=str(run.device),
         available=free,
-        budget={str(place): limit for place, limit in run.storage.limits.items()},
-        blocks=tuple(_block_plans(trace, phases[-1].visits, places, seconds)),
+        blocks=_block_plans(run, phases[-1]),
         snapshots=peaks,
-        seconds={} if seconds is None else seconds.phases,
+        seconds=seconds,
         overflows=overflows,
         notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes])),
     )
@@ -95,29 +102,18 @@ def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": module_bytes(model),
         "weights": model_device(model).type != "meta",
-        "offloaded": None if run.offloaded is None else dataclasses.asdict(run.offloaded),
+        "offloaded": None if run.offloaded is None else run.offloaded._asdict(),
     }
 
 
-def _block_plans(
-    trace: MemoryTrace, visits: list[Visit], places: Sequence[str], seconds: Seconds | None
-) -> Iterator[BlockPlan]:
-    """The plans of the blocks in the model's order; layers outside of all sequences are last."""
-    order = {block.name: index for index, block in enumerate(trace.run.selection.structure.blocks)}
-    for block, parts, passes in sorted(visits, key=lambda visit: order.get(visit.block.name, len(order))):
-        names = {block.name, *(layer.name for layer in block.layers)}
-        phases = ("calibration", "solver")
-        snapshots = [snapshot for snapshot in trace.snapshots if snapshot.where in names and snapshot.phase in phases]
-        peaks = {place: max(snapshot.total(place) for snapshot in snapshots) for place in places}
-        yield BlockPlan(
-            name=block.name,
-            layers=len(block.layers),
-            rounds=len(parts),
-            passes=passes,
-            parts={part.layers[0].name: len(part.slices) for part in parts if part.slices},
-            bytes={place: size for place, size in peaks.items() if size},
-            seconds=None if seconds is None else seconds.blocks[block.name],
-        )
+def _block_plans(run: RunSpec, calibration: Phase) -> tuple[BlockPlan, ...]:
+    order = {block.name: index for index, block in enumerate(run.selection.structure.blocks)}
+    visits = sorted(calibration.visits, key=lambda visit: order.get(visit.block.name, len(order)))
+    slices = [{part.layers[0].name: len(part.slices) for part in visit.parts if part.slices} for visit in visits]
+    return tuple(
+        BlockPlan(visit.block.name, len(visit.parts), visit.passes, sliced)
+        for visit, sliced in zip(visits, slices, strict=True)
+    )
 
 
 def _model_overflows(model: nn.Module, run: RunSpec, machine: MachineMemory) -> Iterator[Overflow]:
@@ -135,29 +131,12 @@ def _model_overflows(model: nn.Module, run: RunSpec, machine: MachineMemory) -> 
         yield Overflow(HOST, "loading", layers, offloaded.total, machine.host, f'offload="{DISK}"')
 
 
-def _overflows(peaks: Sequence[Snapshot], limits: dict[str, int], run: RunSpec) -> Iterator[Overflow]:
+def _overflows(peaks: Sequence[Snapshot], limits: dict[str, int]) -> Iterator[Overflow]:
     """The peak of each phase at each place, where it exceeds the free memory."""
     for place, limit in limits.items():
         for phase in dict.fromkeys(peak.phase for peak in peaks):
             peak = max((peak for peak in peaks if peak.phase == phase), key=lambda peak: peak.total(place))
             if peak.total(place) > limit:
-                hint = _hint(peak, place, run)
+                largest = max(peak.items, key=lambda item: peak.items[item].get(place, 0))
+                hint = HINTS.get(largest, "a machine with more memory")
                 yield Overflow(place, phase, peak.where, peak.total(place), limit, hint)
-
-
-def _hint(peak: Snapshot, place: str, run: RunSpec) -> str:
-    """The options that reduce the largest item of a peak."""
-    largest = max(peak.items, key=lambda item: peak.items[item].get(place, 0))
-    host, shorter = place == HOST, f"lower {'batch_size' if run.batch > 1 else 'sequence_length'}"
-    fisher = 'lower num_samples, or fisher="shared" or lam=1, or ' if run.gradients else ""
-    options = {
-        "caches": f"{'set offload_dir' if host else 'lower max_memory'}, or lower num_samples or sequence_length",
-        "statistics": f'{"set offload_dir and " if host else ""}lower max_memory, or {fisher}solver="wanda"',
-        "solver": f'{fisher}solver="wanda"',
-        "activations": shorter,
-        "logits": shorter,
-        "weights of a block": "a narrower dtype",
-        "rotated weights": 'offload="disk", or no rotation' if host else "another offload_dir, or no rotation",
-        "results": "a machine with more memory" if run.resumes else "give a resume_dir",
-    }
-    return options.get(largest, "a machine with more memory")

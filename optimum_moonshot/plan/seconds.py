@@ -1,28 +1,35 @@
-"""The seconds of a run: measured seconds of passes and solver, times the numbers of samples, blocks and steps."""
+"""The seconds of a run: measured seconds of a batch and of one matrix of every shape, times their numbers.
 
-import dataclasses
+`passes.py` has the trials of a batch, and `solver.py` those of a matrix.
+"""
+
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
-from ..data.batches import Batch, shorten
+from ..data.batches import Batch, batch_size, take
 from ..devices import wait_for
 from ..errors import require
-from ..model.calls import frozen, to_device
-from ..model.weights import RESIDENT
-from ..pipeline.block_sequences import BlockSequence, passing_on, without_weights
+from ..model.calls import (
+    frozen,
+    to_device,
+)
+from ..pipeline.block_sequences import passing_on, without_weights
 from ..pipeline.selection import Selection, Subject
 from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..rotate.learning import PATIENCE
 from ..rotate.permutation_search import search_products
 from .footprint import kind_of
 from .memory import Phase
-from .passes import pass_seconds
+from .passes import Trial
 from .solver import clock, curve_seconds, solving_seconds
 from .spec import RunSpec, module_bytes, pattern_of
 
+# Tokens of a trial batch, unless a single sample has more, and the number that an image counts as.
+TRIAL_TOKENS, IMAGE_TOKENS = 1024, 64
 # Bytes per second that a disk is assumed to write.
 DISK_RATE = 500e6
 # Matrix products of a step of learning a rotation, per weight and coordinate.
@@ -31,60 +38,51 @@ LEARNING_PRODUCTS = 6
 ROTATION_READS = 18
 
 
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """Seconds by phase, and by block of the calibration and its solver."""
+def measure(subject: Subject, phases: Sequence[Phase], batch: Batch, ready: float) -> dict[str, float]:
+    """The seconds of every phase, and in "total"; `ready` are the seconds of the plan so far.
 
-    phases: dict[str, float]
-    blocks: dict[str, float]
-
-
-def measure(subject: Subject, phases: Sequence[Phase], batch: Batch, ready: float) -> Seconds:
-    """Run the trials; `ready` are the seconds of the plan so far. The model and the random state are unchanged."""
+    The model and the random state are unchanged.
+    """
     random, run = torch.random.get_rng_state(), phases[-1].run
-    config = run.selection.config
+    config, length = run.selection.config, batch["input_ids"].shape[1] if "input_ids" in batch else IMAGE_TOKENS
+    batch = to_device(take(batch, 0, max(1, TRIAL_TOKENS // length)), run.device)
     try:
-        with frozen(subject.model), _first_blocks(subject, run, batch) as (sequences, reading):
-            passes = {phase.name: pass_seconds(subject, phase, batch, sequences) for phase in phases}
-            seconds = {phase.name: passes[phase.name].total * phase.run.samples for phase in phases}
-            solving = solving_seconds(run)
+        with frozen(subject.model), _first_blocks(subject.model, run, batch) as reading:
+            trial = Trial.of(subject, run, batch)
+            seconds = {phase.name: trial.seconds(phase) * phase.run.samples for phase in phases}
+            solving = sum(solving_seconds(run).values())
             if config.rotation is not None:
                 seconds["rotation"] += rotation_products(run.selection) * _product_seconds(run.device)
             if config.allocation == "fisher":
                 seconds["allocation"] += sum(curve_seconds(run).values())
     finally:
         torch.random.set_rng_state(random)
-    calibration = passes["calibration"]
     seconds["calibration"] += ready
-    seconds["solver"] = sum(solving.values())
+    seconds["solver"] = solving
     if config.recover is not None:
-        seconds["recovery"] = _recovery_samples(run) * calibration.forward
-        seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
+        seconds["recovery"] = _recovery_samples(run) * trial.forward / batch_size(batch)
+        seconds["recovery"] += 6 * solving if config.recover == "gradual" else 0
     if run.offloaded is not None:
         seconds["reading"] = reading * _times_read(run.selection)
     seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
-    by_block = {}
-    for block, _, _ in phases[-1].visits:
-        by_block[block.name] = calibration.blocks[block.name] * run.samples
-        by_block[block.name] += sum(solving[layer.name] for layer in block.layers)
-    return Seconds({**seconds, "total": sum(seconds.values())}, by_block)
+    return {**seconds, "total": sum(seconds.values())}
 
 
 @contextmanager
-def _first_blocks(subject: Subject, run: RunSpec, batch: Batch) -> Iterator[tuple[Sequence[BlockSequence], float]]:
-    """The sequences of blocks that trials pass, and the seconds to read all offloaded blocks.
+def _first_blocks(model: nn.Module, run: RunSpec, batch: Batch) -> Iterator[float]:
+    """Meanwhile the first offloaded block of every kind is onloaded, and the others return their input.
 
-    Of offloaded blocks, the first of each kind are onloaded and the others return their input.
+    Yields the seconds to read all offloaded blocks.
     """
     if run.offloaded is None:
-        yield run.sequential, 0.0
+        yield 0.0
         return
-    ((blocks, _),), device = run.sequential, run.device
-    probe = without_weights(subject.model, blocks, to_device(shorten(batch), device))
+    ((blocks, _),) = run.sequential
+    probe = without_weights(model, blocks, batch)
     message = "plan: the blocks' arguments cannot be seen without their weights; plan the model in memory"
     require(probe is not None, message)
     assert probe is not None
-    first = list({kind_of(block): block for block in reversed(blocks)}.values())[::-1]
+    first = list({kind_of(block): block for block in reversed(blocks)}.values())
     others = [block for block in blocks if block not in first]
     with ExitStack() as stack:
         started = time.perf_counter()
@@ -92,11 +90,10 @@ def _first_blocks(subject: Subject, run: RunSpec, batch: Batch) -> Iterator[tupl
             stack.enter_context(block.onloaded())
             for tensor in (*block.module.parameters(), *block.module.buffers()):
                 tensor.sum()  # a mapped file is read on first access
-        wait_for(device)
+        wait_for(run.device)
         seconds = (time.perf_counter() - started) / sum(module_bytes(block.module) for block in first)
         stack.enter_context(passing_on(others, probe.extras[: len(others)]))
-        resident = tuple(dataclasses.replace(block, weights=RESIDENT) for block in first)
-        yield [BlockSequence(resident, probe.extras[: len(first)])], seconds * run.offloaded.total
+        yield seconds * run.offloaded.total
 
 
 def _recovery_samples(run: RunSpec) -> float:
@@ -112,7 +109,8 @@ def rotation_products(selection: Selection) -> float:
     Learning multiplies with every matrix, forward and backward. Neurons, assumed to be the widest inputs of a block,
     are permuted where they compete for the places of n:m.
     """
-    config, single = selection.config, [layer for layer in selection.layers if layer.groups == 1]
+    config = selection.config
+    single = [layer for layer in selection.layers if layer.groups == 1]
     width = max((layer.shape[1] for layer in single), default=0)
     rows = config.rotation_rows
     weights = sum(min(layer.shape[0], rows or layer.shape[0]) * layer.shape[1] for layer in single)

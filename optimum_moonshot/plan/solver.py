@@ -26,7 +26,7 @@ from ..objective.quadratic import ProblemSize
 from ..pipeline.solve import weight_losses
 from ..solvers import Solver
 from ..solvers.quantization import on_grid
-from .spec import RunSpec, pattern_of
+from .spec import RunSpec
 
 # The first trial has FIRST_ROWS, each of the others GROWTH times as many. The last one takes more than MATRIX_SECONDS,
 # and VISIBLE times as long as the one before: from less, noise would be extrapolated to thousands of rows.
@@ -53,7 +53,7 @@ def clock(device: torch.device) -> float:
 def solving_seconds(run: RunSpec) -> dict[str, float]:
     """Seconds in the solver of every layer."""
     layers = run.selection.layers
-    problems = {layer.name: (run.problem_size(layer), (pattern_of(run.selection, layer),)) for layer in layers}
+    problems = {layer.name: (run.problem_size(layer), (run.pattern(layer),)) for layer in layers}
     return _by_layer(run, problems, partial(_solve, run.selection.solver))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,13 +19,15 @@ from ..objective.patterns import NM, Pattern, PerExpert, sparsity_of
 from ..packing import Quantized, find_codec
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import Task, run_pipeline, solve_parts
-from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.partition import StatisticsSpec
 from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.variant import Variant, share_results
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
-from .prefix import NOTE, Prefix, find_prefix
+from .prefix import Prefix, find_prefix
+
+if TYPE_CHECKING:
+    from ..pipeline.model_pipeline import ModelPipeline
 
 
 def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence[Variant]) -> None:
@@ -100,10 +103,7 @@ class Pruning(Task):
         spec = StatisticsSpec.of(selection, patterns, samples, prefix.weights or {})
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
         self.prepared, self.variants, self.bar = prepared, variants, bar
-        weight = self._pruned_weight if prefix.recompute else None  # of the single variant
-        gradients = None if prefix.weights is None else False
-        notes = [] if prefix.weights is None else [NOTE]
-        self.pipeline = ModelPipeline(prepared, self, weight, gradients, notes)
+        self.pipeline = prefix.pipeline(prepared, self, self._pruned_weight)
 
     def _pruned_weight(self, layer: PrunableLayer) -> Tensor:
         """The weight [d_out, d_in] of the first variant for a layer that has been solved, or stays dense."""
@@ -129,7 +129,7 @@ class Pruning(Task):
         self.bar.update(share_results(self.prepared, self.variants, solved))
 
 
-def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:
+def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> "ModelPipeline":
     """Solve every layer for each variant that lacks it, with notes on the passes; `bar` counts layers.
 
     The model is dense and frozen; the variants have the same layers and solver. Returns the pipeline, which has the

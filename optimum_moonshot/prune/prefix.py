@@ -6,7 +6,7 @@ pass than statistics of the dense model, where all blocks follow each other. A F
 behind every pruned block, by a number of passes that is quadratic in the number of blocks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..calibration.token_weights import TokenWeights
 from ..model.layer_kinds import LinearLayer, PrunableLayer
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
-from ..pipeline.model_pipeline import ModelPipeline, block_sequences
+from ..pipeline.model_pipeline import ModelPipeline, Results, block_sequences
 from ..pipeline.variant import Variant
 from ..pipeline.walk import Stage
 
@@ -30,6 +30,13 @@ class Prefix(NamedTuple):
     recompute: bool = False  # whether it is the pruned prefix
     weights: Mapping[str, TokenWeights] | None = None  # by layer, in place of the prefix's gradients
     losses: Sequence[Tensor | None] = ()  # ℓ_n of the dense model, by batch, where its backward pass gave the weights
+
+    def pipeline(
+        self, prepared: Prepared, results: Results, weight: Callable[[PrunableLayer], Tensor]
+    ) -> ModelPipeline:
+        """The stages of the run; `weight` is the pruned weight [d_out, d_in] of a layer that is done."""
+        notes, gradients = ([], None) if self.weights is None else ([NOTE], False)
+        return ModelPipeline(prepared, results, weight if self.recompute else None, gradients, notes)
 
 
 def find_prefix(prepared: Prepared, variants: Sequence[Variant]) -> Prefix:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..data.batches import Batch, batch_size, cut_batches, split_batches
-from ..errors import Option, Text, require
+from ..errors import require
 from ..model.calls import frozen
 from ..model.layers import Block
 from ..pipeline.inputs import Prepared
@@ -89,8 +89,8 @@ class Recovery:
         model, selection = prepared.model, variant.selection
         self.prepared, self.variant, self.smaller = prepared, variant, smaller
         self.config, self.structure, self.store = selection.config, selection.structure, variant.store
-        recover = Option("recover", self.config.recover)
-        require(prepared.data is not None, Text("{} needs data", recover), field="calibration", value=None)
+        message = f"recover={self.config.recover!r} needs data"
+        require(prepared.data is not None, message, field="calibration", value=None)
         data = prepared.calibration
         self.sizes = step_parts(data.num_samples)
         with frozen(model):
@@ -101,7 +101,7 @@ class Recovery:
             f"this model has {len(sequences.sequential)}, and {len(sequences.non_sequential)} blocks in none",
             field="recover",
             value=self.config.recover,
-            hint=Text("leave {} out, or choose the layers of one chain by {}", "recover", "targets"),
+            hint="leave `recover` out, or choose the layers of one chain by `targets`",
         )
         if self.structure.outside:
             variant.notes.append(f"{len(self.structure.outside)} layers outside of the blocks were not recovered")

@@ -20,7 +20,7 @@ from torch import nn
 from ..calibration.storage import Storage
 from ..config import MoonshotConfig
 from ..devices import is_gpu
-from ..errors import Option, Text, require
+from ..errors import require
 from ..model.weights import RESIDENT
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
@@ -47,10 +47,10 @@ def plan_recovery(prepared: Prepared, variant: Variant, smaller: SmallerModel | 
     """
     config = variant.selection.config
     if config.distills:
-        message = Text("{} needs data", Option("recover", config.recover))
+        message = f"recover={config.recover!r} needs data"
         require(prepared.data is not None, message, field="calibration", value=None)
         resident = all(block.weights is RESIDENT for block in prepared.selection.structure.blocks)
-        removable, hint = smaller is None or resident, Text("use {}", Option("recover", "blockwise"))
+        removable, hint = smaller is None or resident, "use recover='blockwise'"
         why = "the experts of offloaded blocks are removed after the recovery"
         require(removable, why, field="recover", value=config.recover, hint=hint)
         part_size(prepared.calibration.num_samples)

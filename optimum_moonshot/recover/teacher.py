@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..calibration.storage import Storage
 from ..data.batches import IGNORED, Batch
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import BlockCall, recorded, run_model
 from ..model.depth import skipping
 from ..model.embeddings import find_pooling
@@ -126,7 +126,7 @@ class Teacher:
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
             message = f"{type(model).__name__} returns no logits [samples, classes] or [samples, tokens, classes]"
-            hint = Text("use {}", Option("recover", "blockwise"))
+            hint = "use recover='blockwise'"
             raise MoonshotError(message, field="recover", value="distill", hint=hint)
         return logits, counted(batch, logits)
 

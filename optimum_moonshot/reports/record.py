@@ -17,7 +17,6 @@ from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_expressions, check_number, check_whole, require
 from ..objective.allocation_rules import PatternRules
 from ..objective.grid import Grid
-from ..objective.patterns import NM, MixedNM, Pattern
 
 KEY = "moonshot"  # of the record in a model's configuration
 _version = functools.cache(version)  # parses a file on every call
@@ -98,14 +97,6 @@ class PruningRecord:
             pattern, sparsity, self.config["group_size"], self.config["allocation"], self.allocated
         )
 
-    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
-        """The pattern of every layer.
-
-        Raises:
-            MoonshotError: an allocation without an entry for a layer, or with an unused entry.
-        """
-        return self.pattern_rules.of(names)
-
     def layer_grids(self, names: Iterable[str]) -> dict[str, Grid | None]:
         """The grid of every layer's weights, in float32; None where they are not quantized."""
         config, default = self.config, self.config.get("bits")  # records of earlier releases have no bits
@@ -124,10 +115,6 @@ class PruningRecord:
         """The grids of the layers' weights, in float32, fewest bits first; none if no layer is quantized."""
         grids = set(self.layer_grids(("",) if self.bits is None else self.bits).values())
         return tuple(sorted((grid for grid in grids if grid is not None), key=lambda grid: grid.bits))
-
-    def nm_patterns(self) -> list[NM]:
-        """The n:m patterns of the layers, short groups first."""
-        return self.pattern_rules.nm()
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the record to JSON types; `from_dict` is the inverse."""

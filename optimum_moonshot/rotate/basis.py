@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import Block, by_module, onloaded_in_turn, visited
 from ..model.weights import RESIDENT, Weights, mark_written
@@ -317,7 +317,7 @@ def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step:
         inexact = {before.dtype, *dtypes} - {torch.float64} or {torch.float64}
         limit = tolerance_of(min(inexact, key=lambda dtype: dtype.itemsize))
         if not error <= limit:  # also for NaN
-            name, hint = type(model).__name__, Text("leave it out, or try {}", Option("rotation", "heads"))
+            name, hint = type(model).__name__, "leave it out, or try rotation='heads'"
             message = f"{step} changes the outputs of {name} by {error:.2g} of their norm, where rounding explains"
             raise MoonshotError(f"{message} {limit:g}", field="rotation", hint=hint)
 

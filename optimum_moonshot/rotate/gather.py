@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..calibration.accumulators import GradientPlan
 from ..calibration.observer import Observer
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
 from ..objective.patterns import Pattern, Unstructured
@@ -64,10 +64,8 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     except MoonshotError as error:
         if not fisher or selection.needs_gradients:
             raise
-        hints = (error.hint, Text("{} needs no gradients", Option("rotation_weights", "equal")))
-        texts = [hint if isinstance(hint, Text) else Text(hint) for hint in hints if hint]
-        error.hint = Text("; ".join("{}" for _ in texts), *texts)
-        raise error.within(Option("rotation_weights", "fisher")) from None
+        error.hint = "; ".join(filter(None, [error.hint, "rotation_weights='equal' needs no gradients"]))
+        raise error.within("rotation_weights='fisher'") from None
     objective = gathering.objective()
     reached = next(objective.matrices, None) is not None
     require(reached, "no calibration data reached a layer that it could be learned for", field="rotation")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..devices import trim_host_memory
-from ..errors import Text, require
+from ..errors import require
 from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
@@ -59,7 +59,7 @@ def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Ite
         rotation.undo()
 
 
-@enough_memory(Text("{}, or set {}", SMALLER, "rotation_rows"))
+@enough_memory(f"{SMALLER}, or set rotation_rows")
 def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> ModelRotation:
     """Rotate the dense model for the patterns of its layers; `store` has the state of learning.
 

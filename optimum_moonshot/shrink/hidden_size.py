@@ -1,4 +1,4 @@
-"""A smaller hidden size: `reduce_width` removes the least important directions of the residual stream.
+"""A smaller hidden size: the least important directions of the residual stream are removed.
 
 SliceGPT (arXiv 2401.15024) removes the principal directions of least variance in a basis per block, and needs
 additional matrices between blocks. Here one basis P [d, d'] serves all blocks (stream.py), and the result is a stock
@@ -10,7 +10,7 @@ and a matrix W behind a norm with gain γ becomes ``W diag(γ) M / a``, without 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
 from ..model.calls import check_usable, close, evaluation_mode, model_device, model_result, to_device
 from ..model.compaction import build_smaller
@@ -36,7 +35,7 @@ MOST_FIELDS = 3
 
 @dataclass(frozen=True)
 class WidthReduction:
-    """The changes by `reduce_width`."""
+    """The changes by a smaller hidden size."""
 
     hidden_size: tuple[int, int]  # before and after
     variance: float  # share of the removed directions in the variance of the norms' outputs
@@ -49,48 +48,23 @@ class WidthReduction:
         return {**vars(self), "hidden_size": [*self.hidden_size], "config": config, "parameters": [*self.parameters]}
 
 
-def reduce_width(
-    model: PreTrainedModel,
-    hidden_size: int,
-    samples: Iterable[Batch],
-    inputs: Batch | None = None,
-    lam: float = 0.5,
-) -> tuple[PreTrainedModel, WidthReduction]:
+@torch.no_grad()
+def cut_stream(stream: Stream, hidden_size: int) -> tuple[PreTrainedModel, WidthReduction]:
     """A model of the same class with a smaller hidden size, without the least important directions of its stream.
 
     Embeddings, the head and all matrices become smaller in proportion; heads and neurons keep their number and size.
 
     Args:
-        model: unchanged.
+        stream: the result of `observe_stream`; its model is unchanged.
         hidden_size: of the smaller model.
-        samples: batches of calibration data.
-        inputs: see `observe_stream`.
-        lam: see `observe_stream`.
 
     Returns:
         A new model with the same dtype and device, which `save_pretrained` and `from_pretrained` support, and the
-        changes. It equals `model` up to rounding if the stream has no component in the removed directions.
+        changes. It equals the model up to rounding if the stream has no component in the removed directions.
 
     Raises:
-        MoonshotError: like `observe_stream`; a width that the architecture does not support; or the smaller model does
-            not compute what the model computes without the directions.
-    """
-    return cut_stream(observe_stream(model, samples, inputs, lam), hidden_size)
-
-
-@torch.no_grad()
-def cut_stream(stream: Stream, hidden_size: int) -> tuple[PreTrainedModel, WidthReduction]:
-    """Like `reduce_width`, but with statistics that are collected once for several widths.
-
-    Args:
-        stream: the result of `observe_stream`.
-        hidden_size: of the smaller model.
-
-    Returns:
-        The smaller model and the changes, like `reduce_width`.
-
-    Raises:
-        MoonshotError: like `reduce_width`, except for the statistics.
+        MoonshotError: a width that the architecture does not support, or the smaller model does not compute what the
+            model computes without the directions.
     """
     model, width = stream.model, stream.space.width
     valid = type(hidden_size) is int and 0 < hidden_size <= width
@@ -214,12 +188,12 @@ def narrow_model(
     """Implement `MoonshotPruner.reduce_width`.
 
     Raises:
-        MoonshotError: bad data, or like `reduce_width`; the model is unchanged.
+        MoonshotError: bad data, or like `observe_stream` and `cut_stream`; the model is unchanged.
     """
     calibration = config.calibration if calibration is None else calibration
     require(calibration is not None, "directions are ranked on data; give some", field="calibration", value=None)
     check_dense(subject.model, "a smaller hidden size", "narrow")
-    require(subject.ranks.size == 1, "reduce_width runs in one process", hint="start it without a launcher")
+    subject.require_one_process("reduce_width")
     prepared = prepare(subject, select(subject.model, config), calibration)
     assert isinstance(prepared.model, PreTrainedModel)
     lam = LAM if config.lam is None else config.lam

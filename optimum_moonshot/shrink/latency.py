@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..devices import device_name, preserved_random_state, wait_for
-from ..errors import Text, require
+from ..errors import require
 from ..model.calls import Arguments, evaluation_mode, model_device, recorded
 from ..model.layers import find_blocks
 from ..model.model_info import embedded_tokens, max_positions, vocabulary_size
@@ -94,7 +94,7 @@ def check_timed(model: PreTrainedModel, batch_shape: tuple[int, int]) -> None:
     """
     alone = embedded_tokens(model) is not None and not model.config.is_encoder_decoder
     message = f"it is measured on token ids, and {type(model).__name__} needs other inputs"
-    hint = Text("give {} or {}", "parameters", "bytes")
+    hint = "give `parameters` or `bytes`"
     require(alone, message, field="latency", hint=hint)
     limit = max_positions(model)
     fits = limit is None or batch_shape[1] <= limit

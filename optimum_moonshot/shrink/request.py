@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, Option, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import Forward
-from ..model.layers import visited
+from ..model.layers import require_resident
 from ..model.losses import token_mask
 from ..model.model_info import text_setting
-from ..model.weights import RESIDENT
 from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder
@@ -122,7 +121,7 @@ def check_request(
     require(valid, "use a positive integer", field="hidden_multiple", value=hidden_multiple)
     model, pattern = subject.model, config.parsed_pattern
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
-    hint = Text("use {}, {}", Option("solver", "osscar"), Option("pattern", Structured.kind))
+    hint = f"use solver='osscar', pattern={Structured.kind!r}"
     message = "a smaller model has fewer neurons and heads"
     require(isinstance(pattern, Structured), message, field="pattern", value=config.pattern, hint=hint)
     message = "the target determines it; leave it at 0"
@@ -130,9 +129,8 @@ def check_request(
     message = "the target determines the sparsity of every layer"
     require(config.allocation == "uniform", message, field="allocation", value=config.allocation)
     require(calibration is not None, "losses are measured on data; give some", field="calibration", value=None)
-    require(subject.ranks.size == 1, "shrink runs in one process", hint="start it without a launcher")
-    resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    subject.require_one_process("shrink")
+    require_resident(model)
     check_dense(model, "a smaller model", "shrink")
     assert isinstance(model, PreTrainedModel)
     if target.field == "latency":

@@ -33,12 +33,11 @@ from transformers import PreTrainedModel
 
 from ..calibration.statistic import NOT_FINITE
 from ..data.batches import Batch
-from ..errors import MoonshotError, Text, require
+from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
-from ..model.layers import find_blocks, visited
+from ..model.layers import find_blocks, require_resident
 from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.structured_groups import probe_inputs
-from ..model.weights import RESIDENT
 from ..objective.linalg import all_finite
 from ..rotate.spaces import RESIDUAL, Folding, Space, find_spaces
 from ..rotate.trace import Trace
@@ -179,8 +178,7 @@ def find_stream(model: PreTrainedModel, inputs: Batch | None = None, lam: float 
     """
     require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     require(0 <= lam <= 1, "use a number from 0 to 1", field="lam", value=lam)
-    resident = all(block.weights is RESIDENT for block in visited(model))
-    require(resident, "its blocks are offloaded", field="model", hint=Text("load it without {}", "offload"))
+    require_resident(model)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
     inputs = inputs or probe_inputs(model)

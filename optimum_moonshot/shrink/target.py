@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import memory_size
-from ..errors import MoonshotError, Text, check_number, check_whole, require
+from ..errors import MoonshotError, check_number, check_whole, require
 
 UNITS = {"parameters": "parameters", "bytes": "bytes", "latency": "seconds"}
 # The most parts that an error gives reasons for, and the characters of each reason.
@@ -33,7 +33,7 @@ class Target:
             MoonshotError: no or several values, or a value that is not positive; bytes may also be text such as "2GB".
         """
         given = {name: value for name, value in values.items() if value is not None}
-        message = Text("give exactly one of {}, {} and {}", *UNITS)
+        message = "give exactly one of `parameters`, `bytes` and `latency`"
         require(len(given) == 1, message, field=None if not given else list(given)[-1])
         ((field, value),) = given.items()
         if field == "bytes" and isinstance(value, str):

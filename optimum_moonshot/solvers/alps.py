@@ -54,7 +54,7 @@ class ALPS(Solver):
     grouped: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
-        if not (objective.scales.a or objective.scales.b):  # no statistics: magnitude decides
+        if not (objective.scales.a or objective.scales.b):  # without statistics, prune by magnitude
             keep = pattern.keep(objective.weight.square())
             return finish(objective, objective.weight, keep, self.damping, self.damping)
         return damped(objective, self.damping, lambda ridge: self._split(objective, ridge, pattern))
@@ -222,7 +222,7 @@ class LowRankRows:
     shared = False
 
     def __init__(self, gram: Tensor, factors: Tensor):
-        # Slices whose factors fit a CPU's cache, as each is read twice.
+        # Each factor is read twice, so a slice of them has to fit the CPU's cache.
         size = len(factors) if is_gpu(factors.device) else max(1, CACHE_BYTES * len(factors) // factors.nbytes)
         self.gram, self.factors, self.parts = gram, factors, split_range(0, len(factors), size)
         squares = torch.cat([factors[rows].square().sum(1) for rows in self.parts])
@@ -284,8 +284,8 @@ def conjugate_gradients(
         conditioned = condition(residual)
         now = (residual * conditioned).sum(1, keepdim=True)
         first = first if number else now
-        active = now > CONVERGED * first  # beyond convergence, steps would follow rounding errors
-        if number % EVERY == 0 and not bool(active.any()):  # the test synchronises with a GPU, so not at every step
+        active = now > CONVERGED * first  # converged rows stop: further steps would fit rounding errors
+        if number % EVERY == 0 and not bool(active.any()):  # not at every step: it waits for the GPU
             break
         direction = conditioned + torch.where(active, now / before, 0) * direction
         image = times(direction)

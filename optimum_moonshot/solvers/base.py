@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..errors import MAX_INT, MoonshotError, Option, Text, reason, require
+from ..errors import MAX_INT, MoonshotError, reason, require
 from ..objective.linalg import MAX_DAMPING, escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.quadratic import Objective, ProblemSize, Quadratic
@@ -48,7 +48,7 @@ from ..options import kind_of, limits, within
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
 KINDS = (bool, int, float, str)
-_hints = functools.cache(typing.get_type_hints)  # of a class; reading them takes longer than many a small solve
+_hints = functools.cache(typing.get_type_hints)  # by class: can take longer than solving a small layer
 
 
 def hyperparameter(
@@ -118,16 +118,16 @@ def check_option(option: dataclasses.Field[Any], value: Any) -> None:
     raise MoonshotError(usage, field=option.name, value=value)
 
 
-def check_options(cls: type, values: Mapping[str, Any], owner: Option) -> None:
+def check_options(cls: type, values: Mapping[str, Any], owner: str) -> None:
     """Raise `MoonshotError` unless a solver has hyperparameters of these names, and the values are valid.
 
-    `owner` is the option that names the solver, for the message.
+    `owner` names the solver in the message: "solver='cap'".
     """
     options = options_of(cls)
     for name, value in values.items():
         if name not in options:
             hint = f"it has {', '.join(options) or 'none'}"
-            raise MoonshotError(Text("{} has no such hyperparameter", owner), field=name, value=value, hint=hint)
+            raise MoonshotError(f"{owner} has no such hyperparameter", field=name, value=value, hint=hint)
         check_option(options[name], value)
 
 
@@ -161,7 +161,7 @@ class PrunedWeight:
 
     weight: Tensor  # [d_out, d_in], zero wherever not keep
     keep: Tensor  # bool [d_out, d_in], True where the weight survives
-    damping: float  # that the factorisations needed; 0 for solvers without damping
+    damping: float  # at which the factorisations succeeded; 0 for solvers without damping
     notes: tuple[str, ...] = ()
 
 
@@ -170,8 +170,8 @@ class Solver(ABC):
 
     # Supported classes of patterns: of `Unstructured`, `NM`, `Structured` and `Experts`.
     patterns: ClassVar[tuple[type[Pattern], ...]]
-    # The class that `solve` takes, and so the statistics that are collected: G and the Fisher term of the rows or their
-    # column blocks for `Quadratic`, only the diagonals for `DiagonalQuadratic`.
+    # The class of the argument of `solve`. It determines the statistics that are collected: for `Quadratic`, G and the
+    # Fisher term of the rows or their column blocks; for `DiagonalQuadratic`, only the diagonals.
     objective: ClassVar[type[Objective]] = Quadratic
     # Whether rows may be in groups with separate inputs, as in grouped convolutions.
     grouped: ClassVar[bool] = False
@@ -230,15 +230,15 @@ class Solver(ABC):
         return 48 * size.inputs**2 + size.weights * (24 + 4 * size.max_rank)
 
     def family(self, pattern: Any) -> Any:
-        """Patterns whose families are equal are solved by one call of `solve_path`."""
+        """A key that is equal for patterns that one call of `solve_path` solves together."""
         return Unstructured if self.ranks_removals and isinstance(pattern, Unstructured) else pattern
 
     def solve_path(self, objective: Any, patterns: Sequence[Any]) -> list[PrunedWeight]:
-        """The result of `solve` for each of several patterns of one family; override it where they can share work."""
+        """Solve several patterns of one family; override this if they can share work."""
         return [self.solve(objective, pattern) for pattern in patterns]
 
     def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
-        """Prune by several patterns of one class, to compare their losses; override it where they can share work.
+        """Prune by several patterns of one class, to compare their losses; override this if they can share work.
 
         Args:
             objective: as for `solve`.
@@ -334,7 +334,7 @@ def solver_class(name: str) -> type[Solver]:
     for point in points:
         try:
             point.load()
-        except Exception as error:  # code of another package can raise anything
+        except Exception as error:  # the package of another author may raise any exception
             message = f"the entry point {point.value!r} of an installed package cannot be imported ({reason(error)})"
             raise MoonshotError(message, field="solver", value=name) from error
     if not points:
@@ -358,7 +358,7 @@ def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
             raises a `ValueError`.
     """
     cls = solver_class(name)
-    check_options(cls, options, Option("solver", name))
+    check_options(cls, options, f"solver={name!r}")
     try:
         return cls(**options)
     except MoonshotError:
@@ -376,7 +376,7 @@ def finish(
         objective: of the layer.
         weight: [d_out, d_in].
         keep: bool [d_out, d_in].
-        damping: that the factorisations needed; 0 without damping.
+        damping: at which the factorisations succeeded; 0 without damping.
         initial: the hyperparameter ``damping``.
     """
     keep = keep if objective.alive is None else keep & objective.alive
@@ -384,7 +384,7 @@ def finish(
 
 
 def notes_of(objective: Objective, damping: float, initial: float) -> tuple[str, ...]:
-    """The objective's notes, and one on a damping above the hyperparameter, `initial`."""
+    """The objective's notes, and a note if the damping was raised above the hyperparameter, `initial`."""
     raised = () if damping == initial else (f"damping raised from {initial:g} to {damping:g}",)
     return objective.scales.notes + raised
 

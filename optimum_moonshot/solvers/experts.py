@@ -1,8 +1,8 @@
-"""Solvers that remove whole experts of a mixture, and the search that OSSCAR removes them by.
+"""Solvers that remove whole experts of a mixture, and the subset search by which OSSCAR selects them.
 
 The search minimises ``zᵀ F z`` over subsets z of fixed size: OSSCAR's problem (arXiv 2403.12983) with one row and no
-update of the remaining weights. It is exhaustive, or local: removes greedily, then applies the best exchange of a
-removed expert for a remaining one until none reduces the loss.
+update of the remaining weights. It is exhaustive for few subsets. Otherwise it is a local search: it removes
+greedily, then exchanges a removed expert for a remaining one as long as this reduces the loss.
 """
 
 import math
@@ -62,7 +62,7 @@ def best_subset(removal: Removal, pattern: Experts, exact: int) -> Tensor:
     All subsets are evaluated if there are at most `exact`. Otherwise, the result is the best of three local searches,
     which start from the greedy, the REAP and the frequency subset, so it is never worse than these.
     """
-    matrix = removal.matrix.cpu()  # small, and the search is sequential: a GPU would only add latency
+    matrix = removal.matrix.cpu()  # the matrix is small and the search sequential: a GPU would only add latency
     size, count = len(matrix) // pattern.groups, pattern.removed(len(matrix)) // pattern.groups
     if math.comb(size, count) ** pattern.groups <= exact:
         return ~_exhaustive(matrix, pattern.groups, count).to(removal.gram.device)

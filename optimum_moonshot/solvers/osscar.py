@@ -38,7 +38,7 @@ from .sparsegpt import SINGLE_LAM
 
 # Columns whose updates are deferred.
 WAITING = 64
-# Fraction of removed columns that is worth a copy without them.
+# Fraction of removed columns above which they are dropped from the state, which copies it.
 DEAD = 0.25
 # Largest bound on the condition number of an M_k for which float32 suffices for the state of the rows.
 SINGLE_CONDITION = 256.0
@@ -95,7 +95,7 @@ class OSSCAR(Solver):
         weight, groups = support.minimise(objective)
         columns = groups.repeat_interleave(support.group)
         keep = columns.expand_as(weight)
-        if objective.alive is not None:  # the rows have different inputs
+        if objective.alive is not None:  # rows with zeros from before the run have different inputs
             rows = (keep & ~objective.alive).any(1)
             keep = keep & objective.alive
             if not bool(rows.any()):
@@ -199,7 +199,7 @@ class Support:
         self.errors = torch.cat([self.errors, error.T], 1)
 
     def _flush(self) -> None:
-        """Apply the deferred updates, and drop the removed columns once they are worth a copy."""
+        """Apply the deferred updates, and drop the removed columns once they are a quarter of the state."""
         self.inverse -= self.removed @ self.removed.T
         self._flush_rows()
         self.removed = self.removed[:, :0]
@@ -266,7 +266,7 @@ class Support:
 
 
 class RowSupport(Support):
-    """Like `Support`, where every row has a Hessian of its own; `blocks` are [rows, groups, group, group].
+    """Like `Support`, but every row has a separate Hessian; `blocks` are [rows, groups, group, group].
 
     The state of the rows is in float32 unless the condition number of an M_k requires float64.
     """

@@ -22,8 +22,8 @@ from ..objective.patterns import Pattern
 from ..objective.quadratic import DiagonalQuadratic, Objective, ProblemSize, Quadratic
 from .base import PrunedWeight, Solver
 
-SWEEPS = 4  # all of them for every row, so that no result depends on the rows beside it
-STEP = 32  # columns whose gradients are updated after every change; other columns follow once, by a matrix product
+SWEEPS = 4  # a fixed number, so that the result of a row does not depend on the rows in its batch
+STEP = 32  # columns whose gradients are updated after every change; the others are updated once, by a matrix product
 # Factors of the Fisher term, or matrices, of the rows that are quantized together.
 STATE_BYTES = 512 * 2**20
 _TINY = torch.finfo(torch.float32).tiny
@@ -105,7 +105,7 @@ class ColumnRounding:
     def begin_group(self, weight: Tensor, columns: slice, keep: Tensor, pivots: Tensor) -> None:
         """Search the scales of the groups of inputs that begin in a comparison group.
 
-        `keep` [r, columns] are the weights that survive as far as is known yet, `pivots` [r or 1, columns] their C_jj.
+        `keep` [r, columns] is True for the weights that survive so far, `pivots` [r or 1, columns] their C_jj.
         """
         size = self.grid.group
         for start in range(-(-columns.start // size) * size, columns.stop, size):
@@ -133,7 +133,7 @@ def _slices(objective: Quadratic) -> list[slice]:
 
 
 def _is_diagonal(objective: Quadratic) -> bool:
-    """Whether no F_k has entries beside its diagonal, as without data: then codes cannot compensate each other."""
+    """Whether every F_k is diagonal, as without data: then codes cannot compensate each other."""
     gram = objective.gram
     return not objective.scales.b and bool(gram.count_nonzero() == gram.diagonal(dim1=-2, dim2=-1).count_nonzero())
 
@@ -212,7 +212,7 @@ class _Descent:
     def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
         """Like `_change_codes`, but for few columns, with contiguous copies of them as rows."""
         matrices = inner.ndim == 3
-        # Clones: the transposed row of a single one is contiguous already.
+        # Cloned: for a single row, the transposed view is contiguous already, and would alias the matrix.
         values, slopes = (each.T.clone(memory_format=_ROWS) for each in (self.values[:, columns], gradient))
         step = self.step[:, columns].T.contiguous()
         removed, vectors = ~self.keep[:, columns].T.contiguous(), factors.permute(2, 0, 1).contiguous()
@@ -240,7 +240,7 @@ class _Descent:
         self.values[:, columns] = values.T
 
     def _rescale(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
-        """Move the scale of a group to the minimum along its codes, where that is a lower loss on the grid."""
+        """Move the scale of a group to the minimum along its codes, if this lowers the loss on the grid."""
         values, step = self.values[:, columns], self.step[:, columns]
         codes = self.grid.codes(values, step)
         curvature = (_apply(codes, inner) * codes).sum(1) + _project(factors, codes).square().sum(1)

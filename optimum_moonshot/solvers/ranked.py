@@ -17,8 +17,8 @@ damping is ``μ_k = p · mean(diag F_k)``.
 weight with the smallest loss ``½ w_p²/[F⁻¹]_pp``, updates ``w -= w_p/[F⁻¹]_pp · [F⁻¹]_:p`` and eliminates p from F⁻¹.
 The textbook does this by a rank-1 update of the whole matrix at every step, bound by memory bandwidth. Here the
 updates are deferred as rows v = column/√pivot and applied to F⁻¹ in one matrix product every `STEPS` steps; only the
-diagonal is updated at every step. A step needs a single column, ``F⁻¹_:p - Σ v v_p``. Inputs that cannot be removed any
-more are dropped from the matrix once they are a quarter of it. Only the order of the removals and their losses are
+diagonal is updated at every step. A step needs a single column, ``F⁻¹_:p - Σ v v_p``. Inputs that can no longer be
+removed are dropped from the matrix once they are a quarter of it. Only the order of the removals and their losses are
 stored.
 """
 
@@ -37,7 +37,7 @@ from .base import PrunedWeight, Solver, damping_option, finish, hyperparameter, 
 
 # Steps between two flushes (measured on a CPU for 192 to 2304 inputs: within 5% of the best throughout).
 STEPS = 64
-# Fraction of the inputs that must be dead before they are dropped: a copy costs as much as some flushes.
+# Fraction of dead inputs above which they are dropped: the copy costs as much as a few flushes.
 DEAD = 0.25
 INFINITY = float("inf")
 
@@ -45,8 +45,8 @@ INFINITY = float("inf")
 class Elimination:
     """The elimination of a batch of rows, one input of each row per step.
 
-    `inverse`, F_k⁻¹ [r, d, d], is overwritten if it is contiguous; `weight`, ŵ_k [r, d], has the same dtype. n:m bars
-    the rest of a group that has lost m - n weights; other patterns remove all inputs in the end.
+    `inverse`, F_k⁻¹ [r, d, d], is overwritten if it is contiguous; `weight`, ŵ_k [r, d], has the same dtype. For n:m, a
+    group that has lost m - n weights loses no other; for other patterns, all inputs are removed in the end.
     """
 
     def __init__(self, inverse: Tensor, weight: Tensor, pattern: Pattern):
@@ -106,11 +106,11 @@ class Elimination:
         return column[:, None].baddbmm_(factors.mT, waiting, alpha=-1)[:, 0]
 
     def _flush(self) -> None:
-        """Apply the deferred updates to the inverse, and drop dead inputs once that is worth a copy."""
+        """Apply the deferred updates to the inverse, and drop dead inputs once they are a quarter of it."""
         size = self.weight.shape[1]
         alive = int((self.barred == 0).sum(1).max())
         if size - alive >= DEAD * size:
-            # Rows with fewer than `alive` live inputs are filled up with dead ones, to keep the batch rectangular.
+            # Rows with fewer live inputs than others keep some dead ones, so that the batch stays rectangular.
             chosen = torch.sort(self.barred, dim=1, stable=True).indices[:, :alive]
             self.weight, self.diagonal, self.barred, self.inputs = (
                 tensor.gather(1, chosen) for tensor in (self.weight, self.diagonal, self.barred, self.inputs)
@@ -189,7 +189,7 @@ class RankingSolver(Protocol):
 
 @dataclass(frozen=True)
 class Ranked(Solver):
-    """A solver that ranks removals; subclasses define by which losses. The comparison group is the layer.
+    """A solver that ranks removals, by the losses that its subclass defines. The comparison group is the layer.
 
     Other solvers with ``ranks_removals = True`` implement the same methods. `rank_removals` and `minimise` accept some
     rows of a layer as well as all of them.
@@ -317,7 +317,7 @@ class CAP(Ranked):
 def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
     """F_k + μ_k I of some `row_weights`, [rows, size, size] in float64; where F_k is 0, μ_k is p × the layer's mean.
 
-    The weights that are not `alive` are coupled with no other: their removal costs nothing, and changes nothing.
+    Weights that are not `alive` are decoupled from the others, so their removal costs nothing and changes nothing.
     """
     hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)

@@ -177,10 +177,10 @@ class LowRankFactors:
         count, d_in, samples = self.whitened[part].shape
         for dtype in (torch.float32, torch.float64):
             total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
-            for columns in split_range(0, d_in, 4 * samples):  # bounds the float64 copy to four times the result
+            for columns in split_range(0, d_in, 4 * samples):  # bounds the float64 copy to 4 times the result
                 z = self.whitened[part, columns].to(dtype)
                 total.baddbmm_(z.mT, z)
-            if total.norm(dim=(1, 2)).amax() < SINGLE_CONDITION:  # False for NaN
+            if total.norm(dim=(1, 2)).amax() < SINGLE_CONDITION:  # a NaN compares as False, and so takes float64
                 break
         # Symmetric: the transpose is the same matrix in LAPACK's column-major order, and so needs no transposing copy.
         upper, info = torch.linalg.cholesky_ex(total.mT, upper=True)
@@ -308,7 +308,7 @@ class SparseGPT(Solver):
             # sparsity in some comparison groups.
             zero = objective.gram.diagonal() == 0
             dead = zero if zero.any() and not zero.all() else None
-        batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
+        batches = [slice(0, count)]  # rows that are pruned together: all rows if they compete
         if isinstance(pattern, NM) and (dense or samples):
             state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
             batches = slices_within(slice(0, count), 4 * d_in * d_in if dense else state, STATE_BYTES)

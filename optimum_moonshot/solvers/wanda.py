@@ -1,4 +1,4 @@
-"""Solvers that remove the weights with the smallest scores, and do not change the others.
+"""Solvers that remove the weights with the smallest scores and leave the others unchanged.
 
 Magnitude pruning is the baseline without data: the smallest |w| of the whole layer. Its structured variant removes the
 columns with the smallest Σ|w| (the ℓ₁ norm of Li et al., arXiv 1608.08710).

@@ -20,7 +20,7 @@ from ..commands.common import (
 from ..commands.launch import by_first, is_first
 from ..commands.method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from ..commands.output import Output, open_output
-from ..errors import Text, require
+from ..errors import require
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def sweep(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     import_modules(args.imports)
     needed = any(not implies_sparsity(pattern) for pattern in args.patterns)
-    expect(not needed or bool(args.sparsities), Text("add {}", "sparsities"), field="patterns", value=args.patterns)
+    expect(not needed or bool(args.sparsities), "add --sparsities", field="patterns", value=args.patterns)
     several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1
     message = "give one pattern and one sparsity; the model with the best λ is saved"
     expect(not (args.save and several), message, field="save")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import Option, Text, require
+from ..errors import require
 from ..files import staged
 from ..reports.json_files import Amount, Fraction, check_fields, check_value, load_json, save_json
 from ..reports.plots import COLORS, MARKERS, drawable, plain
@@ -73,12 +73,12 @@ class SweepReport:
             and (sparsity is None or math.isclose(entry.sparsity, sparsity))
         ]
         settings = dict.fromkeys((entry.pattern, entry.sparsity) for entry in matching)
-        which = Option("pattern", pattern), Option("sparsity", sparsity)
-        require(bool(settings), Text(f"{{}}, {{}}: the sweep has {self.settings()}", *which))
-        several = Text(f"best of what? Give {{}} and {{}} of one of {list(settings)}", "pattern", "sparsity")
+        which = f"pattern={pattern!r}, sparsity={sparsity}"
+        require(bool(settings), f"{which}: the sweep has {self.settings()}")
+        several = f"best of what? Give `pattern` and `sparsity` of one of {list(settings)}"
         require(len(settings) == 1, several)
         candidates = [entry for entry in matching if not math.isnan(entry.metric)]
-        require(bool(candidates), Text("{}, {}: the metric is NaN for every λ", *which))
+        require(bool(candidates), f"{which}: the metric is NaN for every λ")
         return max(candidates, key=lambda entry: (entry.metric if self.maximize else -entry.metric, entry.lam))
 
     def table(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import Text, require
+from ..errors import require
 from ..model.calls import frozen
 from ..objective.patterns import Experts, implies_sparsity
 from ..pipeline.backoff import enough_memory
@@ -104,7 +104,7 @@ def select_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
             f"{selection.config.pattern!r} does not fit the same layers as {lead.config.pattern!r}: "
             f"{', '.join(sorted(others)[:3])}",
             field="patterns",
-            hint=Text("{} these, or sweep the patterns one by one", "ignore"),
+            hint="`ignore` these, or sweep the patterns one by one",
         )
     return selections
 
@@ -142,7 +142,7 @@ def solve_variants(
         with nullcontext() if rotation is None else rotated(prepared, variants, stays=False):
             total = len(prepared.selection.layers)
             bar = progress_bar(total=total, desc="pruning", unit="layer", shown=subject.progress)
-            with enough_memory(Text("lower {} or {}", "max_memory", "num_samples")), frozen(subject.model), bar:
+            with enough_memory("lower max_memory or num_samples"), frozen(subject.model), bar:
                 source = prune_layers(prepared, variants, bar)
                 prepared.backoff.share()
     return Solved(prepared, variants, source, time.perf_counter() - started)

@@ -47,7 +47,7 @@ def test_an_exact_name_takes_precedence_and_then_the_first_match():
         apply_rules(rules, names, None)
     rules = parse_rules({"a.0": "2:4", "a": 0.3})
     assert apply_rules(rules, names, NM(1, 2)) == {"a.0": NM(2, 4), "a.00": Unstructured(0.3), "b.0": NM(1, 2)}
-    with pytest.raises(MoonshotError, match="no entry for b.0; add one, or set sparsity for layers"):
+    with pytest.raises(MoonshotError, match="no entry for b.0; add one, or set `sparsity` for layers"):
         apply_rules(rules, names, None)
     with pytest.raises(MoonshotError, match="'c' has no effect: it matches no pruned layer"):
         apply_rules(parse_rules({"c": 0.5}), names, NM(1, 2))

@@ -92,7 +92,7 @@ ARGUMENTS = [
     ({"forward": "forward"}, "forward='forward': pass a function of model and inputs"),
     ({"forward": lambda model, batch: None}, "no calibration data reached any chosen layer"),
     ({"targets": ["nothing"]}, "targets: 'nothing' matches no module name"),
-    ({"ignore": [".*"]}, "nothing to prune: targets and ignore leave nothing"),
+    ({"ignore": [".*"]}, "nothing to prune: `targets` and `ignore` leave nothing"),
     ({"max_memory": 1}, "max_memory: model.layers.0"),
     ({"resume_dir": 5}, "resume_dir=5: give a path"),
     ({"resume_dir": ""}, "resume_dir='': give a path"),

@@ -290,7 +290,7 @@ def test_keyword_inputs_are_observed():
 
 
 def test_a_layer_without_data_is_named():
-    with pytest.raises(MoonshotError, match="b: no calibration data reached this layer; add its name to ignore to"):
+    with pytest.raises(MoonshotError, match="b: no calibration data reached this layer; add its name to `ignore` to"):
         Watched().pass_on(lambda a, b: a(torch.randn(2, 3, 4)))
 
 

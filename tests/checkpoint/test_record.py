@@ -60,7 +60,7 @@ def test_a_run_attaches_its_record_to_the_model(tmp_path):
     assert record.solver_options == {"damping": 0.02, "block_size": 128}
     assert (record.lam, record.sparsity) == (0.9, 0.5)
     assert record.calibration == report.calibration and record.versions == report.versions
-    assert record.compaction is None and record.nm_patterns() == [NM(2, 4)]
+    assert record.compaction is None and record.pattern_rules.nm() == [NM(2, 4)]
     values = pruner.model.config.moonshot
     assert values["version"] == PruningRecord.VERSION and "compaction" not in values
     assert json.loads(json.dumps(values)) == values == record.to_dict()
@@ -81,10 +81,10 @@ def test_the_record_shares_nothing_with_the_report():
 def test_a_record_is_read_from_a_dictionary():
     record = PruningRecord.from_dict(FIRST)
     assert (record.targets, record.ignore) == (("layers",), ("v_proj",))
-    assert record.layer_patterns(["up_proj", "mlp.down", "q"]) == {
+    assert record.pattern_rules.of(["up_proj", "mlp.down", "q"]) == {
         "up_proj": NM(2, 4), "mlp.down": Unstructured(0.25), "q": Unstructured(0.5),
     }  # fmt: skip
-    assert record.nm_patterns() == [NM(2, 4)] and record.solver_options == {}
+    assert record.pattern_rules.nm() == [NM(2, 4)] and record.solver_options == {}
     written = record.to_dict()
     assert written == FIRST
     assert PruningRecord.from_dict(written) == record

@@ -20,7 +20,7 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.commands import launch, method_options
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.commands.launch import guard
-from optimum_moonshot.errors import NO_BACKWARD, MoonshotError, Option, Text
+from optimum_moonshot.errors import NO_BACKWARD, MoonshotError
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.solvers import solver_class, solver_names
 
@@ -235,31 +235,33 @@ ARGS = {"output": "out", "model": "m", "calibration": None}
     [
         (MoonshotError("it must be in [0, 1]", field="lam", value=1.5), "--lam 1.5: it must be in [0, 1]"),
         (MoonshotError("too small", field="lam", value=1), "--lam 1: too small"),
-        (MoonshotError("x", field="num_samples", value=20, hint=Text("set {}", Option("num_samples", 9))),
+        (MoonshotError("x", field="num_samples", value=20, hint="set num_samples=9"),
          "--num-samples 20: x; set --num-samples 9"),
-        (MoonshotError(Text("lower {}, set {}", "num_samples", Option("lam", 1)), field="max_memory"),
+        (MoonshotError("lower num_samples, set lam=1", field="max_memory"),
          "--max-memory: lower --num-samples, set --lam 1"),
         (MoonshotError("cannot be written", field="resume_dir", value="/a/run"), "--output out: cannot be written"),
         (MoonshotError("another run", field="work_dir", value=Path("/a b/c")), "--output out: another run"),
         (MoonshotError("full", field="directory"), "--output: full"),
-        (MoonshotError("the output of layer 0: a directory, lam=1"), "the output of layer 0: a directory, lam=1"),
+        (MoonshotError("the output of layer 0: a directory"), "the output of layer 0: a directory"),
+        (MoonshotError("/a/offload_dir/x: full, lower the seed"), "/a/offload_dir/x: full, lower the seed"),
+        (MoonshotError("lam=1.5.2 or targets=[<x>]"), "--lam 1.5.2 or targets=[<x>]"),
         (MoonshotError("leave it out", field="recompute", value=True), "--recompute: leave it out"),
         (MoonshotError("give some", field="calibration", value=None), "--calibration: give some"),
         (MoonshotError("'(' is no expression", field="targets"), "--targets: '(' is no expression"),
         (MoonshotError("bad", field="targets", value=["a", "b c"]), "--targets a 'b c': bad"),
-        (MoonshotError("give a number", field="power", value=-1).within(Option("solver_options")),
+        (MoonshotError("give a number", field="power", value=-1).within("solver_options"),
          "--solver-option: power=-1: give a number"),
         (MoonshotError("a sparsity", field="allocation['mlp']", value=2), "--allocation['mlp'] 2: a sparsity"),
         (MoonshotError("x", field="offload_dir", value=""), "--offload-dir '': x"),
         (MoonshotError("x", field="tokenizer", value=None).within("layers.0"), "layers.0: tokenizer=None: x"),
         (MoonshotError("x", field="model", value="m"), "model='m': x"),
-        (MoonshotError("x", hint=Text("or {}", NO_BACKWARD)), "x; or set --lam 1, without --allocation fisher"),
+        (MoonshotError("x", hint=f"or {NO_BACKWARD}"), "x; or set --lam 1, without --allocation fisher"),
     ],
 )  # fmt: skip
 def test_fields_are_formatted_as_options(error, expected):
-    assert error.render(launch.option_formatter(argparse.Namespace(**ARGS), {})) == expected
+    assert launch.shell_message(error, argparse.Namespace(**ARGS)) == expected
     for copied in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
-        assert copied.render(launch.option_formatter(argparse.Namespace(**ARGS), {})) == expected
+        assert launch.shell_message(copied, argparse.Namespace(**ARGS)) == expected
 
 
 def test_the_other_processes_of_a_launcher_leave_the_first_time_to_print(monkeypatch, capsys):
@@ -277,17 +279,15 @@ def test_the_other_processes_of_a_launcher_leave_the_first_time_to_print(monkeyp
 def test_fields_with_several_values_are_named_by_their_plural():
     from optimum_moonshot.sweep.command import SWEPT
 
-    fields = Option("lambdas", [0.5, 2]), Option("patterns", ["2:4", "4:8"])
-    error = MoonshotError(Text("of {}, {}", *fields), field="lam", value=2)
+    error = MoonshotError("of lambdas=[0.5, 2], patterns=['2:4', '4:8']", field="lam", value=2)
     args = argparse.Namespace(lambdas=[0.5, 2], patterns=["2:4", "4:8"])
-    formatted = error.render(launch.option_formatter(args, SWEPT))
-    assert formatted == "--lambdas 2: of --lambdas 0.5 2, --patterns 2:4 4:8"
+    assert launch.shell_message(error, args, SWEPT) == "--lambdas 2: of --lambdas 0.5 2, --patterns 2:4 4:8"
 
 
 def test_only_options_of_the_command_are_named():
-    assert launch.option_formatter(None, {})(Option("output", "a")) == "output='a'"
-    assert launch.option_formatter(argparse.Namespace(), {})(Option("directory", "a")) == "directory='a'"
-    assert launch.option_formatter(argparse.Namespace(limit=0), {})(Option("limit", 0)) == "--limit 0"
+    directory, limit = MoonshotError(field="directory", value="a"), MoonshotError(field="limit", value=0)
+    assert launch.shell_message(directory) == launch.shell_message(directory, argparse.Namespace()) == "directory='a'"
+    assert launch.shell_message(limit, argparse.Namespace(limit=0)) == "--limit 0"
 
 
 def test_an_internal_error_keeps_its_traceback():

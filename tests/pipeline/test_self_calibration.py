@@ -19,8 +19,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, Prun
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.sources import file_rows
 from optimum_moonshot.pipeline import calibration_data
-from optimum_moonshot.pipeline import generated_samples as self_samples
-from optimum_moonshot.pipeline.generated_samples import write_samples
+from optimum_moonshot.pipeline import calibration_data as self_samples
+from optimum_moonshot.pipeline.calibration_data import write_samples
 from optimum_moonshot.solvers.wanda import Wanda
 
 CHAT = (

@@ -24,7 +24,6 @@ from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.plan import seconds as planning_seconds
 from optimum_moonshot.plan.footprint import LiveBytes, shape_of
 from optimum_moonshot.plan.memory import TRAINED_BYTES
-from optimum_moonshot.plan.passes import PassSeconds
 from optimum_moonshot.plan.report import Snapshot, gib, peaks_of
 from optimum_moonshot.plan.seconds import rotation_products
 from optimum_moonshot.plan.solver import random_problem
@@ -194,7 +193,13 @@ def test_a_plan_with_weights_has_seconds_and_one_without_has_none():
     assert set(plan.seconds) == {"calibration", "solver", "recovery", "saving", "total"}
     assert plan.seconds["total"] == pytest.approx(sum(plan.seconds.values()) / 2)
     assert plan.data["num_samples"] == 8 and plan.data["sequence_length"] == 16
-    assert not planned().seconds and planned().blocks[0].seconds is None
+    assert not planned().seconds
+
+
+@pytest.mark.parametrize(("lam", "fisher", "most"), [(1.0, "rows", 2), (0.5, "shared", 2), (0.5, "rows", 1)])
+def test_statistics_behind_pruned_blocks_take_one_more_pass(lam, fisher, most):
+    passes = [planned(lam=lam, fisher=fisher, **fields).blocks[0].passes for fields in ({"recompute": False}, {})]
+    assert passes == [1, most]
 
 
 def test_a_plan_without_weights_equals_one_with_them():
@@ -311,7 +316,7 @@ def test_the_command_plans_and_writes_nothing(tmp_path, capsys, monkeypatch):
     prune_command(parser.parse_args(["whole", *arguments[1:]]))
     assert "total" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config-only", "whole"]
-    with pytest.raises(MoonshotError, match="host_memory: only for dry_run"):
+    with pytest.raises(MoonshotError, match="host_memory: only for --dry-run"):
         prune_command(parser.parse_args([*arguments[:5], "--host-memory", "1GB"]))
 
 
@@ -354,11 +359,10 @@ def test_the_memory_of_a_recovery_counts_the_graph_of_its_training():
     ],
 )
 def test_the_passes_before_a_run_are_timed_with_gradients_where_they_need_them(monkeypatch, phase, gradients, fields):
-    def timed(_, phase, *__):
-        blocks = dict.fromkeys((visit.block.name for visit in phase.visits), 0.0)
-        return PassSeconds(1000.0 if phase.run.gradients else 1.0, blocks, 0.0)
+    def timed(_, phase):
+        return 1000.0 if phase.run.gradients else 1.0
 
-    monkeypatch.setattr("optimum_moonshot.plan.seconds.pass_seconds", timed)
+    monkeypatch.setattr("optimum_moonshot.plan.seconds.Trial.seconds", timed)
     config = MoonshotConfig(solver="wanda", sparsity=0.5, num_samples=6, sequence_length=12, batch_size=2, **fields)
     plan = MoonshotPruner(make("llama"), config).plan(token_batches())
     count = sampled_count(6) if phase == "allocation" else 6

@@ -90,6 +90,7 @@ def test_random_problems_of_alps_take_as_many_products_as_a_trained_model(monkey
         solver="alps",
         sparsity=0.6,
         lam=lam,
+        fisher="rows",
         num_samples=16,
         sequence_length=128,
         targets=(r"layers\.(0|3)\.",),

@@ -11,7 +11,7 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.model.structured_groups import probe_inputs
-from optimum_moonshot.shrink.hidden_size import cut_stream, reduce_width
+from optimum_moonshot.shrink.hidden_size import cut_stream
 from optimum_moonshot.shrink.stream import observe_stream
 
 # Norms compute in float32 for any dtype, so that results agree up to its rounding.
@@ -45,7 +45,7 @@ def flatten(model, rank):
 def test_a_stream_of_fewer_directions_loses_nothing(name):
     model = build(name) if name != "mixtral" else build(name).float()  # torch's grouped products lack float64
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    whole, reduction = reduce_width(model, model.config.hidden_size, samples(model))
+    whole, reduction = cut_stream(observe_stream(model, samples(model)), model.config.hidden_size)
     batch = samples(model, seed=1)[0]
     torch.testing.assert_close(logits(whole, batch), logits(model, batch), **CLOSE)
     assert reduction.parameters[0] == reduction.parameters[1] and reduction.variance == pytest.approx(0, abs=1e-6)
@@ -53,7 +53,7 @@ def test_a_stream_of_fewer_directions_loses_nothing(name):
         assert torch.equal(value, before[key])
     assert all(parameter.grad is None for parameter in model.parameters())
     model = flatten(model, model.config.hidden_size // 2)
-    small, reduction = reduce_width(model, model.config.hidden_size // 2, samples(model))
+    small, reduction = cut_stream(observe_stream(model, samples(model)), model.config.hidden_size // 2)
     torch.testing.assert_close(logits(small, batch), logits(model, batch), **CLOSE)
     assert reduction.variance == pytest.approx(0, abs=1e-6)
     assert small.config.hidden_size == model.config.hidden_size // 2
@@ -133,7 +133,7 @@ def test_importance_is_the_weighted_geometric_mean_of_variance_and_fisher_loss()
 def test_other_streams_are_refused(name, why):
     model = build(name)
     with pytest.raises(MoonshotError, match=why):
-        reduce_width(model, model.config.hidden_size // 2, samples(model))
+        cut_stream(observe_stream(model, samples(model)), model.config.hidden_size // 2)
 
 
 def test_widths_that_the_configuration_refuses_are_named():

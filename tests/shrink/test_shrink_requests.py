@@ -89,7 +89,7 @@ def test_several_processes():
 def test_an_offloaded_model(not_measured, tmp_path):
     make("llama").save_pretrained(tmp_path)
     pruner = MoonshotPruner.from_pretrained(tmp_path, CONFIG, offload="disk")
-    with pytest.raises(MoonshotError, match="model: its blocks are offloaded; load it without offload"):
+    with pytest.raises(MoonshotError, match="model: its blocks are offloaded; load it without `offload`"):
         pruner.shrink(BATCHES, parameters=0.5, progress=False)
 
 

@@ -13,7 +13,8 @@ from models import spread
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.depth import remove_blocks
-from optimum_moonshot.shrink.hidden_size import reduce_width
+from optimum_moonshot.shrink.hidden_size import cut_stream
+from optimum_moonshot.shrink.stream import observe_stream
 
 EDGE = dict(pad_token_id=2, bos_token_id=0, eos_token_id=1)
 TEXT = dict(
@@ -98,7 +99,7 @@ def make_smaller(name, folder):
     if settings is BLOCKS:
         source = model = remove_blocks(model, settings)[0]
     elif settings is WIDTH:
-        source = model = reduce_width(model, settings, batches())[0]
+        source = model = cut_stream(observe_stream(model, batches()), settings)[0]
     else:
         source = _pruned(model, settings)
         model = source.model
