@@ -1,4 +1,4 @@
-"""Pruning of a small mixture of experts: zeros within experts, whole experts removed, and one after the other.
+"""Pruning of a small mixture of experts: zeros within experts, whole experts or their neurons removed, and both.
 
     python benchmarks/experts.py                     # three seeds, hours; cells in the results file are not repeated
     python benchmarks/experts.py --seeds 0 --minutes 30
@@ -33,7 +33,7 @@ PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "experts.png"
 LENGTH, SAMPLES = 256, 128
 INSIDE = {"0.5": {"sparsity": 0.5}, "0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
 WHOLE = {f"1/{n} of the experts": {"pattern": "experts", "sparsity": 1 / n} for n in (8, 4, 2)}
-BOTH = "OSSCAR, then 2:4"
+BOTH, NEURONS = "OSSCAR, then 2:4", "OSSCAR, neurons"
 LAMBDAS = (1.0, 0.9, 0.5)
 # Step → fields, settings, values of λ. The baselines' selection of whole experts does not depend on λ.
 STEPS: dict[str, tuple[dict, Iterable[str], tuple[float, ...]]] = {
@@ -41,6 +41,7 @@ STEPS: dict[str, tuple[dict, Iterable[str], tuple[float, ...]]] = {
     "frequency": ({"solver": "frequency"}, WHOLE, LAMBDAS[:1]),
     "REAP": ({"solver": "reap"}, WHOLE, LAMBDAS[:1]),
     "OSSCAR": ({"solver": "osscar"}, WHOLE, LAMBDAS),
+    NEURONS: ({"solver": "osscar", "pattern": "structured", "targets": [r"experts\.down_proj"]}, WHOLE, LAMBDAS[:1]),
     BOTH: ({"solver": "osscar"}, ("1/4 of the experts",), LAMBDAS[:2]),
     "SparseGPT, shares": ({"allocation": "fisher"}, ("0.7",), LAMBDAS),
     "ALPS": ({"solver": "alps"}, ("0.7", "2:4"), LAMBDAS[:1]),
@@ -84,7 +85,9 @@ def measure(seed: int, setting: str, step: str, lam: float) -> dict:
         report = pruner.prune(str(DEMO / "calibration.txt"), progress=False)
         seconds += time.process_time() - started
         notes += report.notes
-    return {**quality(model), "seconds": seconds, "notes": notes}
+    if step == NEURONS:
+        pruner.compact()
+    return {**quality(pruner.model), "seconds": seconds, "notes": notes}
 
 
 def table(results: dict, settings: Iterable[str]) -> str:

@@ -94,7 +94,7 @@ class MoonshotConfig(Options):
         message = f"{pattern} removes neurons and heads as they are; leave one of them out"
         self._require(self.rotation is None or not structured, "rotation", message)
         message = f"{pattern} removes experts at once; use recover='blockwise'"
-        self._require(self.recover in (None, "blockwise") or not experts, "recover", message)
+        self._require(self.recover != "gradual" or not experts, "recover", message)
         if self.has_budget:
             budget = "target_bytes" if self.bits_per_weight is None else "bits_per_weight"
             single = self.target_bytes is None or self.bits_per_weight is None
@@ -195,6 +195,11 @@ class MoonshotConfig(Options):
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
+
+    @property
+    def distills(self) -> bool:
+        """Whether a recovery trains the model end to end."""
+        return self.recover in ("distill", "routers")
 
     @property
     def recovery_steps(self) -> int:

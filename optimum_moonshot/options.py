@@ -28,7 +28,12 @@ DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # A shared Fisher matrix is as good as one per row for language models, and worse for ResNet-20 (docs/choosing.md).
 DEFAULT_FISHER = {"language": "shared", "vision": "rows"}
 # Of `recover_steps` and `recover_lr`; all parameters together need more steps, and smaller ones.
-RECOVERY_DEFAULTS = {"blockwise": (150, 0.05), "gradual": (150, 0.05), "distill": (300, 0.003)}
+RECOVERY_DEFAULTS = {
+    "blockwise": (150, 0.05),
+    "gradual": (150, 0.05),
+    "distill": (300, 0.003),
+    "routers": (150, 0.03),
+}
 
 
 def option(default: Any, help: str, *, more: str = "", field: Mapping[str, Any] = {}, **declared: Any) -> Any:
@@ -140,12 +145,12 @@ class Options:
     recover: str | None = option(
         None,
         "blockwise: tune the surviving weights of one decoder layer after another on the calibration data; gradual: "
-        "also prune it in stages; distill: train the whole model to reproduce the dense model's predictions; zeros "
-        "stay zeros. Default: none",
+        "also prune it in stages; distill: train the whole model to reproduce the dense model's predictions; routers: "
+        "like distill, but train the routers of a mixture of experts alone; zeros stay zeros. Default: none",
         more="Tuning needs no labels: a layer reproduces its dense output. The stages are six, each from the weights "
         "and inputs of the previous one. A decoder layer that loses neurons, heads or experts has all of its "
         "parameters tuned; experts are not removed in stages.",
-        choices=("blockwise", "gradual", "distill"),
+        choices=("blockwise", "gradual", "distill", "routers"),
     )
     allocation: str | dict[str, float | str] = option(
         "uniform",
@@ -250,7 +255,7 @@ class Options:
     recover_steps: int | None = option(
         None,
         f"maximum steps of --recover for each decoder layer ({RECOVERY_DEFAULTS['blockwise'][0]}), or in total with "
-        f"distill ({RECOVERY_DEFAULTS['distill'][0]})",
+        f"distill ({RECOVERY_DEFAULTS['distill'][0]}) or routers ({RECOVERY_DEFAULTS['routers'][0]})",
         more='8 samples each, with early stopping. "gradual" takes a tenth of them after each of its first five '
         "stages, the others after the last.",
         least=1,
@@ -258,7 +263,8 @@ class Options:
     recover_lr: float | None = option(
         None,
         "initial learning rate of --recover, relative to the weights "
-        f"({RECOVERY_DEFAULTS['blockwise'][1]}; distill: {RECOVERY_DEFAULTS['distill'][1]})",
+        f"({RECOVERY_DEFAULTS['blockwise'][1]}; distill: {RECOVERY_DEFAULTS['distill'][1]}; "
+        f"routers: {RECOVERY_DEFAULTS['routers'][1]})",
         more="A fraction of the root mean square of a parameter's surviving weights, with cosine decay to 0.",
         above=0,
         below=1,

@@ -323,7 +323,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         rows.append(("smaller vocabulary", report.shrink.vocabulary.line()))
     if config.get("recover") is not None:
         steps = config["recover_steps"] or RECOVERY_DEFAULTS[config["recover"]][0]
-        limit = f"at most {steps} steps{'' if config['recover'] == 'distill' else ' for each decoder layer'}"
+        whole = config["recover"] in ("distill", "routers")
+        limit = f"at most {steps} steps{'' if whole else ' for each decoder layer'}"
         rows.append(("recovery", f"{config['recover']}, {limit}"))
     if data is None:
         rows.append(("calibration", "none"))

@@ -18,8 +18,9 @@ from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
 from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.selection import Subject, select_experts
-from ..pipeline.variant import Variant, attach_report, broadcast_first, share_recovered
-from ..recover.blockwise import Recovery, SmallerBlocks
+from ..pipeline.variant import Variant, attach_report, share_recovered
+from ..recover.blockwise import SmallerModel
+from ..recover.run import plan_recovery
 from ..reports.prune_report import PruneReport
 from .choice import ExpertSelection
 from .removal import ExpertRemoval
@@ -50,13 +51,17 @@ def prune_experts(
         variant.skip(layer, "its experts are removed as a whole")
     experts = ExpertSelection(prepared, tuple(removal.mixtures), removal.pattern, store)
     # The experts are chosen before the recovery runs.
-    smaller = SmallerBlocks(lambda block: removal.tensors(block.name, experts.remaining()), removal.configured)
+    smaller = SmallerModel(
+        lambda block: removal.tensors(block.name, experts.remaining()),
+        removal.configured,
+        lambda: removal.removed(experts.remaining()),
+    )
     try:
-        recovery = None if config.recover is None else Recovery(prepared, variant, smaller)
+        recovery = None if config.recover is None else plan_recovery(prepared, variant, smaller)
         with frozen(subject.model):
             experts.run()
             if recovery is not None:
-                recovering = broadcast_first(prepared, recovery.run)
+                recovering = recovery()
                 share_recovered(prepared, variant)
         prepared.backoff.share()
         removal.apply(experts.remaining(), variant.commit)

@@ -9,6 +9,7 @@ it (on the meta device) has exactly the remaining shapes. Dead groups stay as ze
 import copy
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -40,10 +41,14 @@ from .structured_groups import StructuredGroups, find_structured_groups, probe_i
 
 Shapes = dict[str, tuple[int, ...]]
 Pair = tuple[tuple[str, nn.Module], tuple[str, nn.Module]]  # name and module of a decoder layer in two models
-Dead = Callable[[PrunableLayer, StructuredGroups], Tensor]  # the indices of groups that may be removed, int64
+# The indices of groups that may be removed from a layer, int64 [matrices, groups]: equally many from all its matrices.
+Dead = Callable[[PrunableLayer, StructuredGroups], Tensor]
 
 # Largest error of a decoder layer by float32 rounding, relative to the change that the layer makes to a token.
 BLOCK_TOLERANCE = 1e-3
+# The neurons of experts remain a multiple of it: torch's grouped product, by which transformers multiplies experts,
+# needs rows of a multiple of 16 bytes.
+EXPERT_MULTIPLE = 8
 # Fields with a number of heads, not the size of one.
 _HEADS = re.compile(r"^(?!.*(dim|size)).*head")
 
@@ -81,12 +86,29 @@ class Family:
     name: str
     size: int  # of a group
     count: int
-    members: tuple[tuple[PrunableLayer, StructuredGroups, Tensor], ...]  # the tensor: indices of the dead groups
+    members: tuple[tuple[PrunableLayer, StructuredGroups, Tensor], ...]  # the tensor: see `Dead`
 
     @property
     def dead(self) -> int:
         """Number of groups that can be removed from all members; one has to stay."""
-        return min(self.count - 1, *(len(dead) for _, _, dead in self.members))
+        return self._most - self._most % self.multiple
+
+    @property
+    def multiple(self) -> int:
+        """The number of removed groups is a multiple of it."""
+        return math.gcd(self.count, EXPERT_MULTIPLE) if self.members[0][0].separate else 1
+
+    @property
+    def _most(self) -> int:
+        return min(self.count - 1, *(dead.shape[1] for _, _, dead in self.members))
+
+    def obstacle(self, gone: int) -> str | None:
+        """The reason why not more than `gone` groups can be removed, apart from the configuration's; None if none."""
+        if gone < self.dead:
+            return None
+        if gone < self._most:
+            return f"a multiple of {self.multiple} neurons remains in an expert, for the products of transformers"
+        return "other layers of its kind have fewer, and the configuration has one width for all"
 
 
 def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[PreTrainedModel, Compaction]:
@@ -229,7 +251,7 @@ class GroupSearch:
             name = self.names[id(layer.parameter)][0]
             width = shapes.get(name, (0, 0))[layer.axes[1]]
             gone, rest = divmod(family.size * family.count - width, family.size)
-            if rest or not 0 <= gone <= family.dead:
+            if rest or gone % family.multiple or not 0 <= gone <= family.dead:
                 return None
             if gone:
                 removed[family] = gone
@@ -237,12 +259,12 @@ class GroupSearch:
         for name, cuts in self._cuts(removed).items():
             shape = list(expected[name])
             for dim, keep in cuts:
-                shape[dim] = int(keep.sum())
+                shape[dim] = int(keep[0].sum())
             expected[name] = tuple(shape)
         return removed if shapes == expected else None
 
     def _cuts(self, removed: dict[Family, int]) -> dict[str, list[tuple[int, Tensor]]]:
-        """Name of a parameter → dimensions to cut, and a mask to keep."""
+        """Name of a parameter → dimensions to cut, and the masks to keep: [1, size], or [experts, size]."""
         cuts: dict[str, list[tuple[int, Tensor]]] = {}
 
         def cut(parameter: nn.Parameter | None, dim: int, keep: Tensor) -> None:
@@ -251,12 +273,11 @@ class GroupSearch:
 
         for family, gone in removed.items():
             for layer, groups, dead in family.members:
-                dropped = dead[:gone]
-                cut(layer.parameter, layer.axes[1], ~torch.isin(groups.columns, dropped))
+                cut(layer.parameter, layer.axes[1], _without(groups.columns, dead[:, :gone]))
                 for producer, served in groups.rows.items():
-                    source, keep = self.layers[producer], ~torch.isin(served, dropped)
+                    source, keep = self.layers[producer], _without(served, dead[:, :gone])
                     cut(source.parameter, source.axes[0], keep)
-                    cut(source.module._parameters.get("bias"), 0, keep)
+                    cut(source.bias, 1 if source.separate else 0, keep)
         return cuts
 
     def state(self, removed: dict[Family, int]) -> dict[str, Tensor]:
@@ -266,7 +287,7 @@ class GroupSearch:
         for name in cuts:
             state[name] = tensors[name]
             for dim, keep in cuts[name]:
-                state[name] = state[name].index_select(dim, keep.nonzero().flatten().to(state[name].device))
+                state[name] = _selected(state[name], dim, keep)
         return state
 
     def remaining(self, removed: dict[Family, int]) -> dict[str, str]:
@@ -274,14 +295,14 @@ class GroupSearch:
         zeros: dict[str, str] = {}
         for family in self.families:
             gone = removed.get(family, 0)
-            reason = "other layers of its kind have fewer, and the configuration has one width for all"
-            if gone < family.dead:
+            reason = family.obstacle(gone)
+            if reason is None:
                 reason = f"{type(self.model.config).__name__} has no setting without them"
                 reason += f" ({self.reasons[family]})" if family in self.reasons else ""
             by_layer = {
-                layer.name: f"{len(dead) - gone} of {family.count} neurons or heads remain as zeros: {reason}"
+                layer.name: f"{dead.shape[1] - gone} of {family.count} neurons or heads remain as zeros: {reason}"
                 for layer, _, dead in family.members
-                if len(dead) > gone
+                if dead.shape[1] > gone
             }
             alike = len(by_layer) == len(family.members) and len({*by_layer.values()}) == 1
             zeros |= {family.name: next(iter(by_layer.values()))} if alike else by_layer
@@ -289,9 +310,24 @@ class GroupSearch:
 
 
 def _dead_groups(layer: PrunableLayer, groups: StructuredGroups) -> Tensor:
-    """The groups whose columns are all zero."""
-    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
-    return (~alive).nonzero().flatten().cpu()
+    """The groups whose columns are all zero; of an expert that has more than others, the first."""
+    columns = (layer.matrix.unflatten(0, (layer.matrices, -1)) != 0).any(1)
+    dead = ~columns.view(layer.matrices, groups.count, groups.size).any(2)
+    fewest = int(dead.sum(1).min())
+    return torch.stack([of_matrix.nonzero().flatten()[:fewest] for of_matrix in dead]).cpu()
+
+
+def _without(group_of: Tensor, dropped: Tensor) -> Tensor:
+    """Bool [matrices, size], False where the group is dropped; `group_of` is [size], `dropped` [matrices, groups]."""
+    return torch.stack([~torch.isin(group_of, of_matrix) for of_matrix in dropped])
+
+
+def _selected(tensor: Tensor, dim: int, keep: Tensor) -> Tensor:
+    """The part of a tensor to keep in a dimension: by [1, size], or by [experts, size] for each expert, on axis 0."""
+    if len(keep) == 1:
+        return tensor.index_select(dim, keep[0].nonzero().flatten().to(tensor.device))
+    experts = zip(tensor, keep, strict=True)
+    return torch.stack([_selected(of_expert, dim - 1, mask[None]) for of_expert, mask in experts])
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

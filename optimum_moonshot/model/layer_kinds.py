@@ -95,6 +95,16 @@ class PrunableLayer(ABC):
         return weight
 
     @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias of its outputs, [d_out], or [experts, out] of fused experts; None without one."""
+        return self.module._parameters.get("bias" if self.key == WEIGHT else f"{self.key}_bias")
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices that are pruned separately: the experts of a fused parameter, else 1."""
+        return self.groups if self.separate else 1
+
+    @property
     def weight_name(self) -> str:
         """The name of the parameter in the model."""
         return self.name if self.name.endswith(f".{self.key}") and self.key != WEIGHT else f"{self.name}.{WEIGHT}"

@@ -176,6 +176,23 @@ class RepeatedCall(MixtureCall):
         return tensor.unflatten(0, (self.mixture.count, -1)).transpose(0, 1)
 
 
+def router_names(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that route tokens to fused experts: in modules beside the experts.
+
+    Every parameter of such a module has a row for each expert, or one number for each.
+    """
+    names = set[str]()
+    for name, module in model.named_modules():
+        count = next(map(len, expert_parameters(module).values()), 0)
+        parent, dot, _ = name.rpartition(".")
+        for key, beside in model.get_submodule(parent).named_children() if count > 1 else ():
+            parameters = dict(beside.named_parameters(f"{parent}{dot}{key}"))
+            rows = {name for name, parameter in parameters.items() if len(parameter) == count and parameter.ndim < 3}
+            if all(name in rows or parameter.numel() == count for name, parameter in parameters.items()):
+                names |= rows
+    return frozenset(names)
+
+
 @dataclass(frozen=True)
 class Mixtures:
     """All mixtures of a model, with an equal number of experts."""

@@ -7,6 +7,8 @@ each, the columns of ``o_proj`` on the rows of their head in ``q_proj``, ``k_pro
 interleaved or not, need no special case. A group is the smallest set of consecutive columns that can be removed: under
 grouped-query attention a key-value head with all of its query heads; if one key-value head serves every query head, it
 stays and query heads are removed.
+
+The experts of a mixture have equal shapes, so one expert that receives tokens is probed for all of them.
 """
 
 import dataclasses
@@ -29,18 +31,20 @@ PROBE_SAMPLES, PROBE_TOKENS = 2, 16
 UNEXPLAINED = "its columns are no neurons or heads that can be removed, and it produces none"
 UNREACHED = "the probe for neurons and heads did not reach it"
 OUTSIDE = "it is in no repeated layer, where neurons and heads are searched"
-EXPERTS = "fused experts, whose neurons are not removed one by one"
 CONVOLUTION = "a convolution: structured pruning finds the neurons and heads of linear layers"
 
 
 @dataclasses.dataclass(frozen=True)
 class StructuredGroups:
-    """The input columns of one layer as ``count`` groups of ``size`` consecutive ones, neurons or heads."""
+    """The input columns of one layer as ``count`` groups of ``size`` consecutive ones, neurons or heads.
+
+    Fused experts have these groups each.
+    """
 
     name: str  # of the layer that reads the columns
     size: int
     count: int
-    rows: dict[str, Tensor]  # producing layer → int64 [d_out]: the group that each row serves, -1 for all
+    rows: dict[str, Tensor]  # producing layer → int64 [rows of a matrix]: the group that a row serves, -1 for all
 
     @property
     def columns(self) -> Tensor:
@@ -50,11 +54,15 @@ class StructuredGroups:
 
 @dataclasses.dataclass
 class _Trace:
-    """One forward pass of the model on random layer outputs; a layer that is called twice has two of each."""
+    """One forward pass of the model on random layer outputs; a layer that is called twice has two of each.
+
+    Of fused experts it has the products of the first that a token is routed to.
+    """
 
     inputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # of every layer
     outputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # the leaves of the graph
     results: list[Tensor] = dataclasses.field(default_factory=list)  # of the model
+    experts: dict[str, slice] = dataclasses.field(default_factory=dict)  # layer → the expert that is probed
 
 
 def find_structured_groups(
@@ -67,7 +75,7 @@ def find_structured_groups(
     """
     require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients", hint="leave its context")
     blocks = find_structure(model).blocks
-    linear = {b.name: [layer for layer in b.layers if not (layer.images or layer.separate)] for b in blocks}
+    linear = {b.name: [layer for layer in b.layers if not layer.images] for b in blocks}
     layers = [layer for group in linear.values() for layer in group]
     if not layers:
         return {}, {}
@@ -101,9 +109,7 @@ def structured_patterns(
     groups, unused = find_structured_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
-        if layer.separate:
-            skipped[layer.name] = EXPERTS
-        elif layer.name in groups and groups[layer.name].size > 1:
+        if layer.name in groups and groups[layer.name].size > 1:
             patterns[layer.name] = dataclasses.replace(pattern, group=groups[layer.name].size)
         elif layer.name in groups or chosen:
             patterns[layer.name] = pattern
@@ -148,7 +154,9 @@ def _run_probe(model: nn.Module, layers: list[PrunableLayer], inputs: Batch) -> 
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor | None:
+        if trace.experts.setdefault(layer.name, layer.called_groups) != layer.called_groups:
+            return None
         (random,) = _random_like([output], generator)
         trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))

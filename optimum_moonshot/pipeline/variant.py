@@ -357,7 +357,7 @@ def attach_report(
     """
     config, processes = selection.config, prepared.backoff.ranks.size
     alone = ["the rotation was learned"] if config.rotation is not None else []
-    alone += ["the blocks were recovered"] if config.recover not in (None, "distill") else []
+    alone += ["the blocks were recovered"] if config.recover is not None and not config.distills else []
     by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
     batches = processes if prepared.data is None else len(prepared.data.batches)
     idle = f"; {processes - batches} without samples: lower batch_size" if batches < processes else ""

@@ -113,7 +113,7 @@ def count_phases(trace: MemoryTrace, model: nn.Module) -> Iterator[Phase]:
     if config.allocation == "fisher":
         yield _allocation(trace)
     yield Phase("calibration", run, count_passes(trace, "calibration"))
-    if config.recover is not None and not (config.recover == "distill" and _distillation(trace, model)):
+    if config.recover is not None and not (config.distills and _distillation(trace, model)):
         _recovery(trace)
     _writing(trace, model)
 
@@ -284,7 +284,7 @@ def _trained_beside(run: RunSpec, block: Block) -> list[nn.Parameter]:
 def _distillation(trace: MemoryTrace, model: nn.Module) -> bool:
     """Count the teacher's hidden states, and a copy of the model with its optimizer; False if they do not fit."""
     run, config = trace.run, trace.run.selection.config
-    size = TrainingBytes.of(model, config.bits is not None or config.has_budget)
+    size = TrainingBytes.of(model, config)
     placement = Placement.within(size, run.storage)
     if not placement.trains:
         return False

@@ -100,7 +100,7 @@ def _recovery_samples(run: RunSpec) -> float:
     """Samples that pass all blocks in a recovery; a backward pass takes as long as two forward passes."""
     config, heldout = run.selection.config, run.samples * EVALUATIONS / HELDOUT_SHARE
     samples = 3 * config.recovery_steps * STEP_SAMPLES + 2 * run.samples + heldout
-    return 2 * samples if config.recover == "distill" else samples  # the teacher runs too
+    return 2 * samples if config.distills else samples  # the teacher runs too
 
 
 def rotation_products(selection: Selection) -> float:

@@ -34,11 +34,12 @@ from .tuning import BlockTask, Tuner, padding_mask, step_parts
 
 
 @dataclass(frozen=True)
-class SmallerBlocks:
-    """Blocks whose tensors become smaller, instead of only sparse."""
+class SmallerModel:
+    """A model whose tensors become smaller, instead of only sparse."""
 
     tensors: Callable[[Block], Tensors]  # the smaller tensors of an onloaded block, by name in the block
     configured: Callable[[], AbstractContextManager[None]]  # a context in which blocks run with these tensors
+    removed: Callable[[], AbstractContextManager[None]]  # a context in which the model, in memory, has these tensors
 
 
 @dataclass(eq=False)
@@ -78,13 +79,13 @@ class Recovery:
     Args:
         prepared: the dense model with the data.
         variant: when the recovery runs, its store has the pruned weights; the recovered weights are added to the store.
-        smaller: the blocks without the removed experts, if experts are removed.
+        smaller: the model without the removed experts, if experts are removed.
 
     Raises:
         MoonshotError: no data, or no pruned layers in sequential blocks.
     """
 
-    def __init__(self, prepared: Prepared, variant: Variant, smaller: SmallerBlocks | None = None):
+    def __init__(self, prepared: Prepared, variant: Variant, smaller: SmallerModel | None = None):
         model, selection = prepared.model, variant.selection
         self.prepared, self.variant, self.smaller = prepared, variant, smaller
         self.config, self.structure, self.store = selection.config, selection.structure, variant.store

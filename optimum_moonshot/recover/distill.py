@@ -1,10 +1,11 @@
-"""Recovery of a whole model: train all of its parameters end to end towards the dense model's logits, or embeddings.
+"""Recovery of a whole model: train it end to end towards the dense model's logits, or embeddings.
 
     min   mean over tokens of KL(softmax(dense logits) ‖ softmax(logits))
 
 on the calibration samples, by Adam with a cosine schedule (Hinton et al., arXiv 1503.02531, at temperature 1, without
-labels). Zeros of pruned layers stay zeros, and survivors on a grid stay on it. The result is the evaluated state with
-the least divergence on held-out samples, or the pruned weights if none has less.
+labels). All parameters train, or the routers of a mixture of experts alone: where experts or their neurons are gone,
+other experts suit a token. Zeros of pruned layers stay zeros, and survivors on a grid stay on it. The result is the
+evaluated state with the least divergence on held-out samples, or the pruned weights if none has less.
 
 The model stays dense: a copy (student.py) trains on cached outputs of the teacher, on the device that run.py chooses.
 Several processes divide the samples of each step, and sum their gradients. The state is saved after each evaluation, so
@@ -16,24 +17,29 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..calibration.storage import DEFAULT_SHARE, free_memory
+from ..config import MoonshotConfig
 from ..data.batches import Batch, batch_size, cut_batches, sample_count, samples_between, take
 from ..distributed.ranks import Ranks
+from ..errors import require
 from ..model.calls import called_by, forward_of, model_device, run_model, to_device
 from ..model.layers import onloaded_in_turn
+from ..model.mixtures import router_names
 from ..pipeline.backoff import PassTooLarge
 from ..pipeline.inputs import Prepared
 from ..pipeline.store import ResultStore
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import MODEL, BlockReport
+from .blockwise import SmallerModel
 from .student import HOST, StudentModel, Tensors
 from .teacher import Teacher
 from .tuning import Optimizer, Progress, Trainer, step_parts
@@ -97,14 +103,32 @@ class Cached:
             yield Cached(take(self.batch, rows.start, rows.stop), self.cache[rows], self.weights[rows])
 
 
+def trained_names(model: nn.Module, config: MoonshotConfig) -> frozenset[str] | None:
+    """The names of the parameters that a distillation trains; None for all.
+
+    Raises:
+        MoonshotError: these are routers, and the model has none.
+    """
+    if config.recover != "routers":
+        return None
+    names = router_names(model)
+    message = f"{type(model).__name__} has no routers beside fused experts"
+    require(bool(names), message, field="recover", value="routers", hint="use a mixture of experts")
+    return names
+
+
 class Distillation(Trainer):
-    """Trains a copy of a run's dense, frozen model; the store has the pruned weights and, later, the result."""
+    """Trains a copy of a run's dense, frozen model; the store has the pruned weights and, later, the result.
+
+    With `smaller`, the copy has fewer experts.
+    """
 
     student: StudentModel
     state: DistillState
 
-    def __init__(self, prepared: Prepared, variant: Variant, on_host: bool):
+    def __init__(self, prepared: Prepared, variant: Variant, on_host: bool, smaller: SmallerModel | None = None):
         self.prepared, self.variant, self.on_host = prepared, variant, on_host
+        self.removed = nullcontext if smaller is None else smaller.removed
         self.ranks, self.backoff, self.storage = prepared.subject.ranks, prepared.backoff, prepared.storage
         dense = prepared.subject.teacher
         self.teacher = Teacher(prepared.model if dense is None else dense.model, prepared.storage)
@@ -124,11 +148,12 @@ class Distillation(Trainer):
         shards = (*self.group_shards, self.heldout_shard)
         rows = [sum(float(cached.weights.sum()) for cached in shard) for shard in shards]
         *self.group_rows, self.heldout_rows = map(sum, zip(*self.ranks.all_gather_object(rows), strict=True))
-        with self.backoff.together():
+        with self.backoff.together(), self.removed():
             layers = [layer for layer in self.variant.layers if layer in store]
             patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
             weights = [(layer, store.weight(layer)) for layer in layers]
-            self.student = StudentModel(self.prepared.model, weights, patterns, self.on_host)
+            names = trained_names(self.prepared.model, self.variant.selection.config)
+            self.student = StudentModel(self.prepared.model, weights, patterns, self.on_host, names)
         with called_by(self.student.module, forward_of(self.prepared.model)):
             self._train()
         state, notes = self.state, self.early_stop()

@@ -1,10 +1,11 @@
 """The choice of a run's recovery: end to end if the memory suffices, else block by block.
 
-End-to-end training (recover="distill") follows the first rule below for which the memory suffices.
+End-to-end training (recover="distill" or "routers") follows the first rule below for which the memory suffices.
 
 1. Everything on the device: the copy of the model, float32 masters, gradients and moments.
 2. The copy on the device; masters, gradients and moments in host memory.
-3. The model is recovered block by block; only one block at a time has an optimizer's state.
+3. The model is recovered block by block; only one block at a time has an optimizer's state. Routers alone are not
+   trained so: it would train everything else.
 
 The best state is copied to host memory.
 """
@@ -17,36 +18,51 @@ import torch
 from torch import nn
 
 from ..calibration.storage import Storage
+from ..config import MoonshotConfig
 from ..devices import is_gpu
 from ..errors import require
+from ..model.weights import RESIDENT
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
-from .blockwise import Recovery
-from .distill import Distillation
+from .blockwise import Recovery, SmallerModel
+from .distill import Distillation, trained_names
 from .student import HOST
 from .tuning import part_size
 
 
-def plan_recovery(prepared: Prepared, variant: Variant) -> Callable[[], float]:
+def plan_recovery(prepared: Prepared, variant: Variant, smaller: SmallerModel | None = None) -> Callable[[], float]:
     """Prepare the recovery of a run before its first layer; a note in the variant explains a fallback.
+
+    Args:
+        prepared: the dense model with the data.
+        variant: of the run.
+        smaller: the model without its removed experts, if the run removes some.
 
     Returns:
         A function that all processes call after the last layer; it returns the seconds.
 
     Raises:
-        MoonshotError: no data, too few samples, or a model that this kind does not recover.
+        MoonshotError: no data, too few samples, too little memory for the training of routers, or a model that this
+            kind does not recover.
     """
     config = variant.selection.config
-    if config.recover == "distill":
-        message = "recover='distill' needs data"
+    if config.distills:
+        message = f"recover={config.recover!r} needs data"
         require(prepared.data is not None, message, field="calibration", value=None)
+        resident = all(block.weights is RESIDENT for block in prepared.selection.structure.blocks)
+        removable, hint = smaller is None or resident, "use recover='blockwise'"
+        why = "the experts of offloaded blocks are removed after the recovery"
+        require(removable, why, field="recover", value=config.recover, hint=hint)
         part_size(prepared.calibration.num_samples)
-        size = TrainingBytes.of(prepared.model, config.bits is not None or config.has_budget)
+        size = TrainingBytes.of(prepared.model, config)
         placement = broadcast_first(prepared, lambda: Placement.within(size, prepared.storage))
-        variant.notes += [placement.note] if placement.note else []
+        fits = placement.trains or config.recover == "distill"
+        require(fits, placement.note, field="recover", value=config.recover, hint="leave it out, or free memory")
+        blockwise = "" if placement.trains else "recovered block by block instead of distilled: "
+        variant.notes += [f"{blockwise}{placement.note}"] if placement.note else []
         if placement.trains:
-            return Distillation(prepared, variant, placement.on_host).run
-    recovery = Recovery(prepared, variant)
+            return Distillation(prepared, variant, placement.on_host, smaller).run
+    recovery = Recovery(prepared, variant, smaller)
     if config.recover == "distill":
         recovery.config = dataclasses.replace(config, recover="blockwise")
     return lambda: broadcast_first(prepared, recovery.run)
@@ -62,20 +78,26 @@ class TrainingBytes:
     host: int  # masters, gradients, moments and the best state, if they are not on the device
 
     @classmethod
-    def of(cls, model: nn.Module, grids: bool) -> "TrainingBytes":
-        """Compute the bytes for a model; `grids` is whether weights on a grid have latent masters."""
+    def of(cls, model: nn.Module, config: MoonshotConfig) -> "TrainingBytes":
+        """Compute the bytes for a model; weights on a grid have latent masters.
+
+        Raises:
+            MoonshotError: routers are to be trained, and the model has none.
+        """
         copy = state = total = 0
-        for parameter in model.parameters():
+        grids, names = config.bits is not None or config.has_budget, trained_names(model, config)
+        for name, parameter in model.named_parameters():
             count, wide = parameter.numel(), parameter.dtype in (torch.float32, torch.float64) and not grids
             copy += count * (4 if parameter.dtype == torch.float16 else parameter.dtype.itemsize)
-            state += count * (12 if wide else 16)
-            total += count
+            if names is None or name in names:
+                state += count * (12 if wide else 16)
+                total += count
         return cls(copy, state, 4 * total, 20 * total)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a distillation trains; the note for the report is empty if everything is on the device."""
+    """Where a distillation trains; the note is empty if everything is on the device."""
 
     trains: bool  # end to end; otherwise block by block
     on_host: bool = False
@@ -106,8 +128,7 @@ class Placement:
 
     @classmethod
     def _refused(cls, needed: int, free: int, place: str) -> "Placement":
-        reason = f"end-to-end training needs {_gib(needed)} in {place}, which has {_gib(free)} left"
-        return cls(False, note=f"recovered block by block instead of distilled: {reason}")
+        return cls(False, note=f"end-to-end training needs {_gib(needed)} in {place}, which has {_gib(free)} left")
 
     @classmethod
     def within(cls, size: TrainingBytes, storage: Storage) -> "Placement":

@@ -293,7 +293,7 @@ class StudentBlock(Student):
 
 
 class StudentModel(Student):
-    """A copy of a model with pruned weights, all of whose parameters train.
+    """A copy of a model with pruned weights that trains.
 
     The passes use masters rounded to the model's dtype, so that every loss is the loss of the resulting weights;
     float16 weights are widened to float32, because their gradients would underflow.
@@ -304,6 +304,7 @@ class StudentModel(Student):
             matrices that were pruned before.
         patterns: layer name → pattern; a grid has the dtype of the model.
         on_host: whether masters, gradients and moments are in host memory.
+        trained: names of the parameters that train; None is all.
     """
 
     snapshot_device = HOST
@@ -314,9 +315,10 @@ class StudentModel(Student):
         pruned: Sequence[tuple[PrunableLayer, Tensor]],
         patterns: Mapping[str, Pattern],
         on_host: bool = False,
+        trained: Collection[str] | None = None,
     ):
         super().__init__()
-        self.on_host = on_host
+        self.on_host, self.trained = on_host, trained
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         first_names = {id(parameter): name for name, parameter in parameters.items()}
         tied = dict(model.named_parameters(remove_duplicate=False))
@@ -340,8 +342,9 @@ class StudentModel(Student):
         self, name: str, value: Tensor, dense: Tensor, layer: PrunableLayer | None, pattern: Pattern | None
     ) -> nn.Parameter:
         """Return the parameter of the copy; add a master if the parameter trains."""
-        used = nn.Parameter(widened(value).contiguous().clone(), requires_grad=value.is_floating_point())
-        if not used.requires_grad:
+        trains = value.is_floating_point() and (self.trained is None or name in self.trained)
+        used = nn.Parameter(widened(value).contiguous().clone(), requires_grad=trains)
+        if not trains:
             return used
         wide = torch.promote_types(value.dtype, torch.float32)
         quantized = pattern is not None and pattern.grid is not None and bool(value.any())

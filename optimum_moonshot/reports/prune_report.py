@@ -134,7 +134,7 @@ class _LaterSettings(_Settings, total=False):
 
     solver_options: dict[str, Any]
     quant_group: int
-    recover: Literal["blockwise", "gradual", "distill"] | None
+    recover: Literal["blockwise", "gradual", "distill", "routers"] | None
     recover_steps: Count | None
 
 

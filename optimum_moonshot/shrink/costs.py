@@ -1,7 +1,7 @@
 """The cost of a smaller model: parameters or bytes, exactly, from the shapes of its configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,6 +23,9 @@ class Costs:
     blocks: tuple[float, ...]  # of each block
     # Width → the saving in each block by every level, [blocks][levels].
     savings: Mapping[str, tuple[tuple[float, ...], ...]]
+    # Pair of widths → in each block, what the last levels of both save together and `savings` counts twice: the neurons
+    # of removed experts. It is proportional to both levels.
+    overlaps: Mapping[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
 
     def scaled(self, factor: float) -> "Costs":
         """The same costs, each multiplied by a factor."""
@@ -31,11 +34,16 @@ class Costs:
             name: tuple(tuple(factor * saving for saving in levels) for levels in by_block)
             for name, by_block in self.savings.items()
         }
-        return Costs(self.unit, factor * self.dense, blocks, savings)
+        overlaps = {names: tuple(factor * cost for cost in by_block) for names, by_block in self.overlaps.items()}
+        return Costs(self.unit, factor * self.dense, blocks, savings, overlaps)
 
     def least(self, most_blocks: int) -> float:
         """The cost without the `most_blocks` most expensive blocks, at the last level of every width."""
-        saved = [sum(by_block[index][-1] for by_block in self.savings.values()) for index in range(len(self.blocks))]
+        saved = [
+            sum(by_block[index][-1] for by_block in self.savings.values())
+            - sum(by_block[index] for by_block in self.overlaps.values())
+            for index in range(len(self.blocks))
+        ]
         remaining = [block - saving for block, saving in zip(self.blocks, saved, strict=True)]
         return self.dense - sum(saved) - sum(sorted(remaining, reverse=True)[:most_blocks])
 
@@ -95,15 +103,26 @@ def shape_costs(
     def total(module: nn.Module) -> float:
         return sum(size(parameter, parameter.numel()) for parameter in module.parameters())
 
-    savings = {}
+    def one(width: Width, block: nn.Module, of_experts: int | None = None) -> float:
+        """The cost of one group of a width in a block, or in each mixture of this number of experts there."""
+        if isinstance(width, ExpertCount):
+            return width.expert_cost(block, size)
+        return sum(
+            group_cost(layer, groups, layers, size) * (groups.count // width.count)
+            for layer, groups in width.members
+            if belongs(layer, block) and of_experts in (None, layer.matrices)
+        )
+
+    savings, overlaps = {}, {}
     for width in widths:
-        by_block = [
-            sum(group_cost(layer, groups, layers, size) for layer, groups in width.members if belongs(layer, block))
-            + (width.expert_cost(block, size) if isinstance(width, ExpertCount) else 0.0)
-            for block in blocks
-        ]
+        by_block = [one(width, block) for block in blocks]
         savings[width.name] = tuple(tuple(cost * level for level in width.levels) for cost in by_block)
-    return Costs(unit, total(model), tuple(map(total, blocks)), savings)
+    for experts in (width for width in widths if isinstance(width, ExpertCount)):
+        share = experts.sparsity(experts.levels[-1])
+        for width in (width for width in widths if any(layer.separate for layer, _ in width.members)):
+            by_block = [share * width.levels[-1] * one(width, block, experts.count) for block in blocks]
+            overlaps[experts.name, width.name] = tuple(by_block)
+    return Costs(unit, total(model), tuple(map(total, blocks)), savings, overlaps)
 
 
 def belongs(layer: PrunableLayer, block: nn.Module) -> bool:
@@ -114,11 +133,11 @@ def belongs(layer: PrunableLayer, block: nn.Module) -> bool:
 def group_cost(
     layer: PrunableLayer, groups: StructuredGroups, layers: Mapping[str, PrunableLayer], size: Size = count_entries
 ) -> float:
-    """The cost of one neuron or head: its columns, and the rows and biases that produce them."""
+    """The cost of one neuron or head, of every expert: its columns, and the rows and biases that produce them."""
     cost = size(layer.parameter, layer.shape[0] * groups.size)
     for name, served in groups.rows.items():
-        producer, rows = layers[name], int((served == 0).sum())
+        producer = layers[name]
+        rows = producer.matrices * int((served == 0).sum())
         cost += size(producer.parameter, rows * producer.shape[1])
-        bias = producer.module._parameters.get("bias")
-        cost += 0 if bias is None else size(bias, rows)
+        cost += 0 if producer.bias is None else size(producer.bias, rows)
     return cost

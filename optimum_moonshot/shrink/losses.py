@@ -25,7 +25,7 @@ from torch import nn
 from ..model.layers import PrunableLayer
 from .costs import Costs, count_entries
 from .experts import ExpertCount, WithoutExperts
-from .program import Dimension, Program
+from .program import Dimension, Product, Program
 from .widths import TRIALS, Width, trial_levels
 
 # The largest fraction of the blocks that is removed.
@@ -180,4 +180,9 @@ def build_program(costs: Costs, widths: Sequence[Width], losses: Sequence[WidthL
         removed = [sum(loss.shares[block] for block in blocks) for blocks in sets.sets]
         loss_pairs[0, index] = -np.outer(removed, loss.losses)
         cost_pairs[0, index] = np.stack([savings[list(blocks)].sum(0) for blocks in sets.sets])
-    return Program(tuple(dimensions), costs.dense, loss_pairs, cost_pairs)
+    places = {width.name: index for index, width in enumerate(widths, 1)}
+    products = []
+    for (first, second), by_block in costs.overlaps.items():
+        remaining = [sum(by_block) - sum(by_block[block] for block in blocks) for blocks in sets.sets]
+        products.append(Product(places[first], places[second], tuple(remaining)))
+    return Program(tuple(dimensions), costs.dense, loss_pairs, cost_pairs, tuple(products))

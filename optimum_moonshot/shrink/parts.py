@@ -70,14 +70,11 @@ def _pruned(
     experts = sum(width.sparsity(level) for width, level in decision.levels.items() if isinstance(width, ExpertCount))
     narrower, recover, reports = any(levels.values()), run.config.recover, list[PruneReport]()
     if experts:
-        recovering = None if narrower or recover == "distill" else recover
-        subject, config = (
-            run.smaller(model, decision.blocks, decision.report.merged),
-            expert_config(run.config, experts, recovering),
-        )
+        subject = run.smaller(model, decision.blocks, decision.report.merged)
+        config = expert_config(run.config, experts, None if narrower else recover)
         report, _ = prune_experts(subject, config, run.calibration, run.folder("experts"))
         reports.append(report)
-    if not experts or narrower or recover == "distill":
+    if not experts or narrower:
         model, report = _structured(run, levels, decision, model)
         report.layers = [*(layer for earlier in reports for layer in earlier.layers), *report.layers]
         reports.append(report)
@@ -116,7 +113,7 @@ def _structured(
     heads = any(level and width.members[0][1].size > 1 for width, level in levels.items())
     lam = config.lam if config.lam is not None else LAM_HEADS if heads else LAM_NEURONS
     config = dataclasses.replace(config, lam=lam, sparsity=0.0, allocation=allocation or "uniform")
-    skipped = config.recover is not None and config.recover != "distill" and not narrower and not subject.narrowed
+    skipped = config.recover is not None and not (config.distills or narrower or subject.narrowed)
     config = dataclasses.replace(config, recover=None) if skipped else config
     report, _ = prune_model(subject, config, run.calibration, run.folder("run"))
     if skipped:

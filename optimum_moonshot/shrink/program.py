@@ -7,16 +7,22 @@ block, the heads, the blocks. With x_ia = 1 where dimension i has option a, loss
 
 where pairs express that a removed block has no neurons to lose. A product is replaced by a variable z_ijab in [0, 1]
 with Σ_b z_ijab = x_ia and Σ_a z_ijab = x_jb, which for binary x is exact. scipy's `milp` (HiGHS) solves it.
+
+A removed expert has no neurons to lose either, unless its block is removed: with the fractions f_i and f_j that two
+dimensions have of their last numbers, the cost has a term c_s f_i f_j for option s of the first dimension. It needs a
+variable for an option, not for each of their combinations: u_a = x_ia f_j, by u_a ≤ x_ia and Σ_a u_a = f_j, and
+v_s = x_0s f_i f_j, by v_s ≤ x_0s and Σ_s v_s = Σ_a f_ia u_a. Both are exact for binary x, too.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, vstack
+from scipy.sparse import csr_array
 
 from ..errors import MoonshotError
 
@@ -33,6 +39,19 @@ class Dimension:
     removed: tuple[int, ...]  # by each option, ascending from 0
     losses: tuple[float, ...]  # predicted, of each option alone
     costs: tuple[float, ...]  # change of the cost by each option alone, 0 or less
+
+    def fractions(self) -> NDArray[np.float64]:
+        """The number of each option, relative to the last."""
+        return np.array(self.removed) / max(1, self.removed[-1])
+
+
+@dataclass(frozen=True)
+class Product:
+    """A cost in proportion to the numbers that two dimensions remove."""
+
+    first: int  # dimensions, not 0
+    second: int
+    costs: tuple[float, ...]  # by the option of dimension 0, at the last options of both
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,7 @@ class Program:
     dense: float  # cost of the model without a change
     loss_pairs: Pairs
     cost_pairs: Pairs
+    products: tuple[Product, ...] = ()  # further costs
 
     def choice(self, options: tuple[int, ...]) -> Choice:
         """The loss and cost of some options, one of each dimension."""
@@ -60,6 +80,9 @@ class Program:
             loss, cost = loss + dimension.losses[option], cost + dimension.costs[option]
         loss += sum(float(pairs[options[i], options[j]]) for (i, j), pairs in self.loss_pairs.items())
         cost += sum(float(pairs[options[i], options[j]]) for (i, j), pairs in self.cost_pairs.items())
+        for product in self.products:
+            one, other = (self.dimensions[i].fractions()[options[i]] for i in (product.first, product.second))
+            cost += product.costs[options[0]] * float(one * other)
         return Choice(options, loss, cost)
 
     def best(self, budget: float, allowed: frozenset[str] | None = None) -> Choice | None:
@@ -97,11 +120,19 @@ class Program:
 
     @property
     def _losses(self) -> NDArray[np.float64]:
-        return self._coefficients([dimension.losses for dimension in self.dimensions], self.loss_pairs)
+        losses = self._coefficients([dimension.losses for dimension in self.dimensions], self.loss_pairs)
+        return np.append(losses, np.zeros(len(self._product_costs)))
 
     @property
     def _costs(self) -> NDArray[np.float64]:
-        return self._coefficients([dimension.costs for dimension in self.dimensions], self.cost_pairs)
+        costs = self._coefficients([dimension.costs for dimension in self.dimensions], self.cost_pairs)
+        return np.append(costs, self._product_costs)
+
+    @property
+    def _product_costs(self) -> NDArray[np.float64]:
+        """The coefficients of the variables u and v of all products."""
+        costs = [[0.0] * len(self.dimensions[product.first].removed) + [*product.costs] for product in self.products]
+        return np.array(sum(costs, []))
 
     @cached_property
     def _keys(self) -> list[tuple[int, int]]:
@@ -114,29 +145,30 @@ class Program:
         return np.concatenate([*map(np.asarray, singles), *products])
 
     @cached_property
-    def _structure(self) -> tuple[csr_array, NDArray[np.float64]]:
-        """The equations Σ x[ones] − x[minus] = right of the variables: matrix and right-hand side; -1: no x[minus]."""
+    def _structure(self) -> LinearConstraint:
+        """The equations and inequalities of the variables."""
+        rows = _Rows()
         counts = [len(dimension.removed) for dimension in self.dimensions]
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        total = int(starts[-1]) + sum(counts[i] * counts[j] for i, j in self._keys)
-        rows, right, offset = list[tuple[NDArray[np.int64], int]](), list[float](), int(starts[-1])
-        for start, count in zip(starts, counts, strict=False):
-            rows.append((np.arange(start, start + count), -1))
-            right.append(1.0)
+        starts = np.cumsum([0, *counts])
+        options = [start + np.arange(count) for start, count in zip(starts, counts, strict=False)]
+        for indices in options:
+            rows.add(indices, np.ones(len(indices)), 1.0, 1.0)
+        offset = int(starts[-1])
         for i, j in self._keys:
             index = offset + np.arange(counts[i] * counts[j]).reshape(counts[i], counts[j])
-            rows += [(index[a], int(starts[i]) + a) for a in range(counts[i])]
-            rows += [(index[:, b], int(starts[j]) + b) for b in range(counts[j])]
-            right += [0.0] * (counts[i] + counts[j])
+            for variables, option in [*zip(index, options[i], strict=True), *zip(index.T, options[j], strict=True)]:
+                rows.add([*variables, option], [1.0] * len(variables) + [-1.0], 0.0, 0.0)
             offset += index.size
-        matrices = []
-        for ones, minus in rows:
-            columns = np.append(ones, minus) if minus >= 0 else ones
-            values = np.append(np.ones(len(ones)), -1.0) if minus >= 0 else np.ones(len(ones))
-            # `milp` of scipy 1.13 does not support int64.
-            places = np.zeros(len(columns), dtype=np.int32), columns.astype(np.int32)
-            matrices.append(csr_array((values, places), shape=(1, total)))
-        return vstack(matrices, format="csr"), np.array(right)
+        for product in self.products:
+            first, second = (self.dimensions[i].fractions() for i in (product.first, product.second))
+            u = offset + np.arange(counts[product.first])
+            v = u[-1] + 1 + np.arange(counts[0])
+            for variable, option in [*zip(u, options[product.first], strict=True), *zip(v, options[0], strict=True)]:
+                rows.add([variable, option], [1.0, -1.0], -np.inf, 0.0)
+            rows.add([*u, *options[product.second]], [*np.ones(len(u)), *-second], 0.0, 0.0)
+            rows.add([*v, *u], [*np.ones(len(v)), *-first], 0.0, 0.0)
+            offset = int(v[-1]) + 1
+        return rows.constraint(offset)
 
     def _solve(
         self,
@@ -146,8 +178,7 @@ class Program:
         most: float | None = None,
     ) -> tuple[int, ...] | None:
         """The options at the minimum of an objective; None if no choice is within the limits of cost and loss."""
-        matrix, right = self._structure
-        constraints = [LinearConstraint(matrix, right, right)]
+        constraints = [self._structure]
         if limit is not None:  # relative to the dense cost, for the solver's absolute tolerance
             constraints.append(LinearConstraint(self._costs[None] / self.dense, ub=limit / self.dense - 1))
         if most is not None:
@@ -173,6 +204,29 @@ class Program:
             raise MoonshotError(f"the integer program was not solved: {result.message}")
         ends = np.cumsum([len(dimension.removed) for dimension in self.dimensions])[:-1]
         return tuple(int(options.argmax()) for options in np.split(result.x[:start], ends))
+
+
+class _Rows:
+    """The rows of a constraint, low ≤ Σ value · variable ≤ high."""
+
+    def __init__(self) -> None:
+        self.variables, self.values, self.bounds = (
+            list[NDArray[Any]](),
+            list[NDArray[Any]](),
+            list[tuple[float, float]](),
+        )
+
+    def add(self, variables: ArrayLike, values: ArrayLike, low: float, high: float) -> None:
+        self.variables.append(np.asarray(variables, np.int32))  # `milp` of scipy 1.13 does not support int64
+        self.values.append(np.asarray(values, float))
+        self.bounds.append((low, high))
+
+    def constraint(self, total: int) -> LinearConstraint:
+        """The constraint of this number of variables."""
+        ends = np.cumsum([0, *map(len, self.variables)]).astype(np.int32)
+        places = np.concatenate(self.values), np.concatenate(self.variables), ends
+        matrix = csr_array(places, shape=(len(self.bounds), total))
+        return LinearConstraint(matrix, *np.array(self.bounds).T)
 
 
 def _scale(coefficients: NDArray[np.float64]) -> float:

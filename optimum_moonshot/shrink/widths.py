@@ -1,4 +1,4 @@
-"""The widths of a model that its configuration can reduce: neurons and heads of every block.
+"""The widths of a model that its configuration can reduce: neurons, heads and neurons of experts, of every block.
 
 Widths are found like those of a compaction (compaction.py): a configuration must describe exactly the remaining shapes,
 in all blocks, since it has one number for them.
@@ -25,11 +25,16 @@ MOST = 0.75
 TRIALS = (0.1, 0.25, 0.4, 0.55, 0.75)
 # The most levels of a number of neurons, and a divisor of the remaining number, for fast kernels.
 LEVELS, MULTIPLE = 64, 8
+EXPERT_NEURONS = "neurons of experts"  # the name of a width
 
 
 @dataclass(frozen=True, eq=False)
 class Width:
-    """The neurons, or the heads, of all blocks that one field of the configuration counts."""
+    """The neurons, or the heads, of all blocks that one field of the configuration counts.
+
+    Where the field counts multiples of groups, such as the neurons of several shared experts as one matrix, a member
+    has a multiple of `count`, and loses the same fraction.
+    """
 
     name: str
     count: int  # of groups of a layer
@@ -74,13 +79,12 @@ def find_widths(
     Returns:
         The widths, and name → reason.
     """
-    search = GroupSearch(model, inputs, lambda layer, groups: torch.arange(groups.count))
+    search = GroupSearch(model, inputs, lambda layer, groups: torch.arange(groups.count).expand(layer.matrices, -1))
     widths, refused, counted = list[Width](), dict[str, str](), set[str]()
     for family in search.families:
         if family.name in counted:
             continue
-        name, group = ("heads", 1) if family.size > 1 else ("neurons", group_size)
-        name = f"{name} of {family.name}" if any(width.name == name for width in widths) else name
+        group = 1 if family.size > 1 else group_size
         excluded = [layer.name for layer, _, _ in family.members if layer.name not in layers]
         if excluded:
             refused[family.name] = f"{excluded[0]} is not selected"
@@ -90,18 +94,21 @@ def find_widths(
             refused[family.name] = search.reasons.get(family, "no configuration describes fewer in every block")
             continue
         counted |= {member.name for member in shared}
+        refused = {other: reason for other, reason in refused.items() if other not in counted}
         members = tuple((layer, groups) for member in shared for layer, groups, _ in member.members)
-        every = tuple(range(0, int(MOST * family.count) + 1, _step(family.count, group)))
+        name = "heads" if family.size > 1 else "neurons"
+        name = EXPERT_NEURONS if any(layer.separate for layer, _ in members) else name
+        name = f"{name} of {family.name}" if any(width.name == name for width in widths) else name
+        every = tuple(range(0, int(MOST * family.count) + 1, _step(family, group)))
         removed = every if family.size == 1 else (0, *levels)
         widths.append(Width(name, family.count, members, removed, levels))
     return widths, refused
 
 
-def _step(count: int, group: int) -> int:
+def _step(family: Family, group: int) -> int:
     """Neurons between two levels."""
-    multiple = MULTIPLE if count % MULTIPLE == 0 else 1
-    multiple = math.lcm(multiple, group)
-    return multiple * max(1, count // (multiple * LEVELS))
+    multiple = math.lcm(MULTIPLE if family.count % MULTIPLE == 0 else family.multiple, group)
+    return multiple * max(1, family.count // (multiple * LEVELS))
 
 
 def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
@@ -110,12 +117,16 @@ def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, 
     Every number of heads is tried; for neurons a few numbers, which stand for all numbers between.
     """
     levels, shared = dict[int, PreTrainedConfig](), tuple[Family, ...]()
-    step = _step(family.count, group)
+    step = _step(family, group)
     steps = int(MOST * family.count) // step
     tried = sorted({max(1, round(share * steps)) * step for share in (0, 0.25, 0.5, 0.75, 1)}) if steps else []
     for removed in range(1, family.count) if family.size > 1 else tried:
         config, explained = search.without(family, removed)
-        if config is not None and {*explained.values()} == {removed}:
+        alike = all(
+            gone * family.count == removed * other.count and other.count % family.count == 0
+            for other, gone in explained.items()
+        )
+        if config is not None and alike:
             shared, levels[removed] = shared or tuple(explained), config
             if tuple(explained) != shared:
                 del levels[removed]

@@ -19,6 +19,7 @@ from optimum_moonshot import (
     load_pruned,
 )
 from optimum_moonshot.model import compaction as compact_module
+from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import find_structured_groups
 
 GROUPED_HEADS = {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
@@ -33,9 +34,9 @@ CHANGES = {
         {**NEURONS, **GROUPED_HEADS},
     ),
     **dict.fromkeys(["qwen2", "phi3"], {**NEURONS, **GROUPED_HEADS, "head_dim": (None, 4)}),
+    "mixtral": {"intermediate_size": (24, 16), **GROUPED_HEADS, "head_dim": (None, 4)},
     "phi": {**NEURONS, "num_attention_heads": (4, 2), "num_key_value_heads": (4, 2), "head_dim": (None, 4)},
     **dict.fromkeys(["vit", "deit"], {**NEURONS, **VISION_HEADS}),
-    "mixtral": {**GROUPED_HEADS, "head_dim": (None, 4)},
     **dict.fromkeys(["gpt-neox", "bert", "roberta", "albert"], NEURONS),
     "opt": {"ffn_dim": (24, 19)},
     "gpt2": {"n_inner": (24, 19)},
@@ -45,15 +46,20 @@ CHANGES = {
 
 
 def kill(model, neurons=5, heads=None, only=None):
-    """Zeroes the columns of random groups of every layer: `neurons` neurons, and `heads` heads (default: half)."""
+    """Zeroes the columns of random groups of every layer: `neurons` neurons, and `heads` heads (default: half).
+
+    Every expert loses 8 neurons, and other ones.
+    """
     generator = torch.Generator().manual_seed(1)
+    layers = {layer.name: layer for layer in find_structure(model).layers()}
     for each in find_structured_groups(model)[0].values():
         count = neurons if each.size == 1 else each.count // 2 if heads is None else heads
-        dead = torch.randperm(each.count, generator=generator)[:count]
-        if only is None or only in each.name:
-            module = model.get_submodule(each.name)
-            weight = module.weight.data.T if type(module).__name__ == "Conv1D" else module.weight.data
-            weight[:, torch.isin(each.columns, dead)] = 0
+        layer = layers[each.name]
+        count = 8 if layer.separate else count
+        for matrix in layer.matrix.unflatten(0, (layer.matrices, -1)):  # views of the weight
+            dead = torch.randperm(each.count, generator=generator)[:count]
+            if only is None or only in each.name:
+                matrix[:, torch.isin(each.columns, dead)] = 0
     return model
 
 

@@ -7,7 +7,7 @@ import torch
 from marks import slow
 from models import image_batches, make, token_batches
 from offloaded_models import offloaded
-from recovery_runs import SAMPLES, assert_no_hooks, assert_repeatable, interrupt, same, state, without_seconds
+from recovery_runs import SAMPLES, assert_no_hooks, assert_repeatable, config, interrupt, same, state, without_seconds
 from recovery_runs import prune as prune_and_recover
 from test_grid_recovery import assert_on_grid
 from torch import nn
@@ -400,6 +400,7 @@ def test_padding_that_logits_do_not_show_is_an_error():
 def test_memory_for_the_training_is_counted():
     model = make("llama")
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert TrainingBytes.of(model, False) == TrainingBytes(4 * count, 12 * count, 4 * count, 20 * count)
-    assert TrainingBytes.of(model.bfloat16(), False) == TrainingBytes(2 * count, 16 * count, 4 * count, 20 * count)
-    assert TrainingBytes.of(model.half(), True) == TrainingBytes(4 * count, 16 * count, 4 * count, 20 * count)
+    plain, rounding = config(), config(bits=4)
+    assert TrainingBytes.of(model, plain) == TrainingBytes(4 * count, 12 * count, 4 * count, 20 * count)
+    assert TrainingBytes.of(model.bfloat16(), plain) == TrainingBytes(2 * count, 16 * count, 4 * count, 20 * count)
+    assert TrainingBytes.of(model.half(), rounding) == TrainingBytes(4 * count, 16 * count, 4 * count, 20 * count)

@@ -6,10 +6,11 @@ import itertools
 import numpy as np
 import pytest
 
-from optimum_moonshot.shrink.program import Dimension, Program
+from optimum_moonshot.shrink.program import Dimension, Product, Program
 
 
 def random_program(seed, most=5):
+    """A program whose second and third dimensions save some costs twice, for every odd seed."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(2, most + 1, 3)
     dimensions = tuple(
@@ -23,7 +24,8 @@ def random_program(seed, most=5):
     )
     loss_pairs = {(0, other): -0.1 * rng.random((sizes[0], sizes[other])) for other in (1, 2)}
     cost_pairs = {(0, 1): rng.integers(0, 10, (sizes[0], sizes[1])).astype(float)}
-    return Program(dimensions, 400.0, loss_pairs, cost_pairs)
+    products = (Product(1, 2, tuple(rng.integers(1, 100, sizes[0]).tolist())),) if seed % 2 else ()
+    return Program(dimensions, 400.0, loss_pairs, cost_pairs, products)
 
 
 def all_choices(program):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from models import token_batches
 from removed_experts import logits, logits_without, settled_mixtral
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.shrink import hidden
-from optimum_moonshot.shrink.costs import count_entries
+from optimum_moonshot.shrink.costs import count_entries, shape_costs
 from optimum_moonshot.shrink.experts import find_experts
+from optimum_moonshot.shrink.losses import BlockSets, WidthLosses, build_program
+from optimum_moonshot.shrink.widths import EXPERT_NEURONS, find_widths
 
 CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
 BATCHES = token_batches(8)
@@ -27,13 +31,17 @@ def shrunk(config=CONFIG, **target):
     return model, pruner, pruner.shrink(BATCHES, progress=False, **target)
 
 
-def without_other_parts(monkeypatch):
-    """Only experts may leave."""
+def without_other_parts(monkeypatch, *names):
+    """Only experts and the widths of these names may leave."""
 
     def refuse(*_):
         raise MoonshotError("it stays")
 
-    monkeypatch.setattr("optimum_moonshot.shrink.measurements.find_widths", lambda *_: ([], {}))
+    def widths(*arguments):
+        reducible, refused = find_widths(*arguments)
+        return [width for width in reducible if width.name in names], refused
+
+    monkeypatch.setattr("optimum_moonshot.shrink.measurements.find_widths", widths)
     monkeypatch.setattr("optimum_moonshot.shrink.decision.MOST_BLOCKS", 0.0)
     monkeypatch.setattr(hidden, "find_stream", refuse)
 
@@ -79,6 +87,65 @@ def test_experts_alone_leave_as_by_their_pattern(monkeypatch, tmp_path):
         logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path), BATCHES[0]), logits(expected, BATCHES[0])
     )
     assert f"experts {before} → {after}" in report.line()
+
+
+@pytest.mark.parametrize("unit", ["parameters", "bytes"])
+def test_the_cost_of_every_combination_is_that_of_its_configuration(unit):
+    """Neurons of removed experts are counted once, and not at all in removed blocks."""
+    model = settled_mixtral().to(torch.bfloat16)
+    widths = [width for width in parts_of(model) if width.name != "heads"]
+    assert [width.name for width in widths] == [EXPERT_NEURONS, "experts"]
+    losses = [WidthLosses((0.0,) * len(width.levels), (0.5, 0.5)) for width in widths]
+    costs = shape_costs(model, widths, unit)
+    program = build_program(costs, widths, losses, BlockSets(((), (1,)), (0.0, 1.0)))
+    for blocks, (f, neurons), (e, experts) in itertools.product(
+        range(2), *(enumerate(width.levels) for width in widths)
+    ):
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers, config.num_local_experts = 2 - blocks, 8 - experts
+        config.intermediate_size = 24 - neurons
+        with torch.device("meta"):
+            expected = type(model)(config).num_parameters() * (1 if unit == "parameters" else 2)
+        assert program.choice((blocks, f, e)).cost == pytest.approx(expected, abs=1e-3)
+    assert costs.least(1) == pytest.approx(program.least_cost().cost) == pytest.approx(expected)
+
+
+def parts_of(model):
+    names = {layer.name for layer in find_structure(model).layers()}
+    return [*find_widths(model, BATCHES[0], names, 1)[0], find_experts(model, BATCHES[0])[0]]
+
+
+def test_neurons_of_experts_alone_leave_as_by_their_pattern(monkeypatch, tmp_path):
+    without_other_parts(monkeypatch, EXPERT_NEURONS)
+    monkeypatch.setattr("optimum_moonshot.shrink.measurements.expert_trials", lambda *_: (None, {}))
+    model, pruner, report = shrunk(parameters=0.8)
+    before, after = report.widths[EXPERT_NEURONS]
+    assert (before, after) == (24, 16) and pruner.model.config.intermediate_size == 16
+    config = dataclasses.replace(CONFIG, sparsity=1 / 3, lam=1.0, targets=[r"experts\.down_proj"])
+    masked = settled_mixtral()
+    MoonshotPruner(masked, config).prune(BATCHES, progress=False)
+    expected = logits(masked, BATCHES[0])
+    torch.testing.assert_close(logits(pruner.model, BATCHES[0]), expected, rtol=1e-4, atol=1e-5)
+    assert report.parameters == (model.num_parameters(), pruner.model.num_parameters())
+    pruner.save_pretrained(tmp_path)
+    assert_same(hf.AutoModelForCausalLM.from_pretrained(tmp_path), weights(pruner.model))
+
+
+@pytest.mark.parametrize("recover", [None, slow("blockwise"), slow("distill")])
+def test_experts_and_their_neurons_leave_together(monkeypatch, recover, tmp_path):
+    """A quarter of the parameters, which neither reaches alone."""
+    without_other_parts(monkeypatch, EXPERT_NEURONS)
+    config = dataclasses.replace(CONFIG, recover=recover, recover_steps=None if recover is None else 2)
+    model, pruner, report = shrunk(config, parameters=0.3)
+    (experts, fewer), (neurons, narrower) = report.widths["experts"], report.widths[EXPERT_NEURONS]
+    assert experts > fewer and neurons > narrower
+    small = pruner.model.config
+    assert (small.num_local_experts, small.intermediate_size) == (fewer, narrower)
+    assert report.parameters[1] == pruner.model.num_parameters() <= 0.3 * report.parameters[0]
+    assert all({"experts", EXPERT_NEURONS} <= {*candidate.allowed} for candidate in report.considered)
+    assert "experts 8 →" in report.line() and "neurons of experts 24 →" in report.line()
+    pruner.save_pretrained(tmp_path)
+    assert_same(hf.AutoModelForCausalLM.from_pretrained(tmp_path), weights(pruner.model))
 
 
 @pytest.mark.slow
