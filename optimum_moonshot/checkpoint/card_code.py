@@ -83,10 +83,10 @@ def pruning_code(report: PruneReport, source: str | None, architecture: str, nam
         format: of its checkpoint.
 
     Returns:
-        None if the report does not record all steps: of a pruned model that lost tokens.
+        None if the report does not record all steps: of a pruned model that lost tokens, or an unknown target.
     """
     vocabulary = None if report.shrink is None else report.shrink.vocabulary
-    if vocabulary is not None:
+    if vocabulary is not None or (report.shrink is not None and report.shrink.unit not in _TARGETS):
         return None
     calibration, lines = _calibration(report)
     data = [] if calibration is None else [calibration]

@@ -159,7 +159,8 @@ def _detach_quantizer(model: PreTrainedModel) -> str:
         conversions: Iterable[Any] = getattr(model, "_weight_conversions", None) or ()
         steps = (step for conversion in conversions for step in getattr(conversion, "operations", None) or ())
         quantizer = next((step.hf_quantizer for step in steps if getattr(step, "hf_quantizer", None)), None)
-        if quantizer is None and vars(model).get("is_quantized") is not False:  # False: of a removed quantizer
+        removed = vars(model).get("is_quantized") is False  # of a quantizer that is gone, also this package's
+        if quantizer is None and not (removed and _stored_method(model)):
             return ""
     elif quantizer.quantization_config.quant_method != "gguf" or getattr(quantizer, "packed_modules", None):
         method = _method(quantizer)
@@ -183,10 +184,15 @@ def _method(quantizer: Any) -> str:
 
 
 def _stored_method(model: PreTrainedModel) -> str:
-    """The method that the checkpoint of a dequantized model declares; transformers >= 5.24 keeps no trace of it."""
+    """The method that the checkpoint of a dequantized model declares, of which transformers >= 5.24 keeps no trace.
+
+    "" where it declares none.
+    """
     folder = _folder(source_of(model))
-    declared = {} if folder is None else Checkpoint(folder).config.get("quantization_config")
-    return str(declared.get("quant_method")) if isinstance(declared, Mapping) and declared else "unknown method"
+    if folder is None:
+        return "unknown method"
+    declared = Checkpoint(folder).config.get("quantization_config")
+    return str(declared.get("quant_method")) if isinstance(declared, Mapping) and declared else ""
 
 
 def _unloaded(model: PreTrainedModel, folder: Path, patterns: Iterable[str]) -> dict[Path, list[str]]:

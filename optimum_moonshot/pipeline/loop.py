@@ -56,7 +56,8 @@ def run_pipeline(
     """
     while True:
         try:
-            stages = iter(pipeline)
+            with backoff.together():  # a probe, or the passes before the first stage
+                stages = iter(pipeline)
             while True:
                 with backoff.together():  # the passes of all processes before the next stage
                     stage = next(stages, None)

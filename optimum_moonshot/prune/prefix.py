@@ -7,6 +7,7 @@ behind every pruned block, by a number of passes that is quadratic in the number
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,7 +47,8 @@ def find_prefix(prepared: Prepared, variants: Sequence[Variant]) -> Prefix:
     lacking = any(variant.lacks(layer) for variant in variants for layer in selection.layers)
     if wanted is False or prepared.data is None or len(variants) > 1 or not lacking:
         return Prefix(bool(wanted))
-    in_turn = _in_turn(prepared)
+    probe = partial(_in_turn, prepared)
+    in_turn = prepared.backoff.with_smaller_batches("the probe", probe, lambda: prepared.batches)
     if not in_turn or not selection.needs_gradients:
         return Prefix(in_turn if wanted is None else wanted)
     if selection.fisher == "shared" and not selection.solver.objective.diagonal_only:

@@ -22,17 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..calibration.storage import DEFAULT_SHARE, free_memory
-from ..config import MoonshotConfig
 from ..data.batches import Batch, batch_size, cut_batches, sample_count, samples_between, take
 from ..distributed.ranks import Ranks
-from ..errors import require
 from ..model.calls import called_by, forward_of, model_device, run_model, to_device
 from ..model.layers import onloaded_in_turn
-from ..model.mixtures import router_names
 from ..pipeline.backoff import PassTooLarge
 from ..pipeline.inputs import Prepared
 from ..pipeline.store import ResultStore
@@ -42,7 +39,7 @@ from ..reports.prune_report import MODEL, BlockReport
 from .blockwise import SmallerModel
 from .student import HOST, StudentModel, Tensors
 from .teacher import Teacher
-from .tuning import Optimizer, Progress, Trainer, step_parts
+from .tuning import Optimizer, Progress, Trainer, step_parts, trained_names
 
 _PARTS = ("best", "value", "first", "second")  # prefixes of saved masters, and of Adam's first and second moments
 
@@ -101,20 +98,6 @@ class Cached:
         for start in range(0, batch_size(self.batch), samples):
             rows = slice(start, start + samples)
             yield Cached(take(self.batch, rows.start, rows.stop), self.cache[rows], self.weights[rows])
-
-
-def trained_names(model: nn.Module, config: MoonshotConfig) -> frozenset[str] | None:
-    """The names of the parameters that a distillation trains; None for all.
-
-    Raises:
-        MoonshotError: these are routers, and the model has none.
-    """
-    if config.recover != "routers":
-        return None
-    names = router_names(model)
-    message = f"{type(model).__name__} has no routers beside fused experts"
-    require(bool(names), message, field="recover", value="routers", hint="use a mixture of experts")
-    return names
 
 
 class Distillation(Trainer):

@@ -25,9 +25,9 @@ from ..model.weights import RESIDENT
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
 from .blockwise import Recovery, SmallerModel
-from .distill import Distillation, trained_names
+from .distill import Distillation
 from .student import HOST
-from .tuning import part_size
+from .tuning import part_size, trained_names
 
 
 def plan_recovery(prepared: Prepared, variant: Variant, smaller: SmallerModel | None = None) -> Callable[[], float]:

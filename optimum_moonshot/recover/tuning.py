@@ -19,6 +19,7 @@ from ..data.batches import Batch
 from ..errors import require
 from ..model.calls import BlockCall, first_tensor, join_hidden, to_device
 from ..model.losses import token_mask
+from ..model.mixtures import router_names
 from .student import Student, StudentBlock, Tensors, to_float32
 
 STEP_SAMPLES = 8  # samples of one optimizer step
@@ -278,3 +279,17 @@ class Tuner(Trainer):
             pass
         self.student.restore(progress.best_values)
         return self.early_stop()
+
+
+def trained_names(model: nn.Module, config: MoonshotConfig) -> frozenset[str] | None:
+    """The names of the parameters that a distillation trains; None for all.
+
+    Raises:
+        MoonshotError: these are routers, and the model has none.
+    """
+    if config.recover != "routers":
+        return None
+    names = router_names(model)
+    message = f"{type(model).__name__} has no routers beside fused experts"
+    require(bool(names), message, field="recover", value="routers", hint="use a mixture of experts")
+    return names

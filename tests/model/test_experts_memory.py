@@ -215,10 +215,10 @@ def plan(**fields):
 
 
 def test_a_plan_counts_the_pass_for_under_calibrated_experts():
-    """128 tokens to 2 of 64 experts are 4 to each: too few for 24 inputs. One more pass feeds the next block."""
+    """128 tokens to 2 of 64 experts are 4 to each: too few for 24 inputs. A pass of pruned weights feeds the next."""
     passes = {how: plan(under_calibrated_experts=how).blocks[0].passes for how in ("all", "magnitude", "routed")}
-    assert passes == {"all": 3, "magnitude": 2, "routed": 1}
-    assert plan(num_samples=16).blocks[0].passes == 2
+    assert passes == {"all": 4, "magnitude": 3, "routed": 2}
+    assert plan(num_samples=16).blocks[0].passes == 3
 
 
 def test_a_plan_counts_the_weights_of_all_experts_while_they_are_solved():

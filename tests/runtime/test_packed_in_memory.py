@@ -89,13 +89,13 @@ def test_saved_files_are_those_from_before_packing(settings, options, tmp_path):
     pruner.to_runtime("packed")
     before, kinds = state(pruner.model), held(pruner.model)
     assert kinds
-    pruner.save_pretrained(tmp_path / "again", **options)
-    pruner.save_pretrained(tmp_path / "again-dense", format="dense", **options)
+    pruner.save_pretrained(tmp_path / "resaved", **options)
+    pruner.save_pretrained(tmp_path / "resaved-dense", format="dense", **options)
     pruner.model.save_pretrained(tmp_path / "own", **options)
     pruner.model.save_pretrained(tmp_path / "own-dense", format="dense", **options)
     assert_state(pruner.model, before)
     assert held(pruner.model) == kinds and pruner.model.is_quantized
-    for format, by_pruner, by_model in (("packed", "again", "own"), ("dense", "again-dense", "own-dense")):
+    for format, by_pruner, by_model in (("packed", "resaved", "own"), ("dense", "resaved-dense", "own-dense")):
         expected, actual, model_files = (files(tmp_path / name) for name in (format, by_pruner, by_model))
         actual["README.md"] = actual["README.md"].replace(by_pruner.encode(), format.encode())  # the card's heading
         assert model_files == {name: content for name, content in actual.items() if name in model_files}
