@@ -15,6 +15,7 @@ from .options import (
     ALLOCATION,
     DEFAULT_FISHER,
     DEFAULT_LAM,
+    OF_THE_MACHINE,
     OPTIONS,
     RECIPES,
     RECOVERY_DEFAULTS,
@@ -268,7 +269,7 @@ class MoonshotConfig(Options):
     def fingerprint(self) -> str:
         """Return all settings that change the result, as text: equal for equal settings, however they were given."""
         values = self.to_dict()
-        for name in ("offload_dir", "max_memory", "batch_size", "solver_options", *SHARED_OPTIONS):
+        for name in (*OF_THE_MACHINE, "solver_options", *SHARED_OPTIONS):
             del values[name]
         for name, value in self.hyperparameters().items():
             values[name if name in SHARED_OPTIONS else f'solver_options["{name}"]'] = value

@@ -298,6 +298,7 @@ class Options:
 
 Field = dataclasses.Field[Any]
 OPTIONS: dict[str, Field] = {field.name: field for field in dataclasses.fields(Options)}
+OF_THE_MACHINE = ("batch_size", "max_memory", "offload_dir")  # they do not change the result
 SHARED_OPTIONS = tuple(name for name, field in OPTIONS.items() if "shared" in field.metadata)
 GROUPS: dict[str, list[Field]] = {}
 for _field in OPTIONS.values():

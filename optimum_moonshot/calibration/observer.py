@@ -332,13 +332,12 @@ class Observer(AbstractContextManager["Observer"]):
         if (inputs_sums := self.inputs.lacking(call)) is not None:
             inputs_sums.add(call)
         sums = self.gradients.get(layer.name)
-        if sums is not None and sums.weights is not None:
-            sums.pending += 1
-            sums.add(call, sums.weights.roots_of(self.first, self.count))
-            return None
-        if sums is None or not torch.is_grad_enabled():
+        if sums is None or (sums.weights is None and not torch.is_grad_enabled()):
             return None
         sums.pending += 1
+        if sums.weights is not None:
+            sums.add(call, sums.weights.roots_of(self.first, self.count))
+            return None
         return hook_gradient(output, lambda delta: sums.add(call, delta))
 
     def reached(self, layer: PrunableLayer) -> bool:

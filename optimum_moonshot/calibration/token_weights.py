@@ -21,24 +21,15 @@ class TokenWeights(GradientStatistic):
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
         super().__init__(layer, samples, storage)
         self.roots: list[Tensor] = []  # [T], by sample
-        self.row_squares: Tensor | None = None  # [d_out]
-        self.calls = self.most_calls = 0  # of the present batch, and of any batch
-
-    def begin(self, first: int, count: int) -> None:
-        self.calls = 0
+        self.row_squares = torch.zeros(layer.shape[0], device=layer.parameter.device)  # [d_out]
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
-        self.calls += 1
-        self.most_calls = max(self.calls, self.most_calls)
         squares = delta[:, 0].square()
         self.roots += squares.mean(-1).sqrt_()
-        of_rows = squares.sum((0, 1))
-        self.row_squares = of_rows if self.row_squares is None else self.row_squares + of_rows
+        self.row_squares += squares.sum((0, 1))
 
     def merge(self, merger: Merger) -> None:
         """The roots stay with the process that reads the samples; it reads them in the pruned model too."""
-        if self.row_squares is None:
-            self.row_squares = self.layer.matrix.new_zeros(self.layer.shape[0]).float()
         self.row_squares = merger.summed(self.row_squares)
 
     def result(self) -> "TokenWeights":
@@ -46,7 +37,7 @@ class TokenWeights(GradientStatistic):
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of every sample."""
+        """The tokens of every sample, in the order of the calls: one for each sample if the layer is called once."""
         return [len(roots) for roots in self.roots]
 
     def roots_of(self, first: int, count: int) -> Tensor:
@@ -56,6 +47,5 @@ class TokenWeights(GradientStatistic):
     @property
     def row_shares(self) -> Tensor:
         """Σ_t δ_tk² relative to its mean over the rows, [d_out]; 1 where all are 0."""
-        assert self.row_squares is not None
         mean = self.row_squares.mean()
         return self.row_squares / mean if mean > 0 else self.row_squares + 1

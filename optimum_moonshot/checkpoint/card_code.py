@@ -10,13 +10,11 @@ from ..data.self_calibration import SELF, SelfCalibration
 from ..data.sources import CORPORA, FORMATS, is_hub_name
 from ..errors import MoonshotError
 from ..objective.patterns import Structured
-from ..options import OPTIONS
+from ..options import OF_THE_MACHINE, OPTIONS
 from ..reports.prune_report import PruneReport
 from ..solvers.base import options_of, solver_class
 from .weight_files import EXPORT
 
-# Options that do not change the result: of the machine that pruned the model.
-_OF_THE_MACHINE = ("batch_size", "max_memory", "offload_dir")
 # Architectures that the tests load there: tests/integrations/test_vllm.py, test_smaller_vllm.py, test_smaller_gguf.py.
 _IN_LLAMA_CPP = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _IN_VLLM = (*_IN_LLAMA_CPP, "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "Qwen2MoeForCausalLM")
@@ -54,7 +52,7 @@ def _changed_options(report: PruneReport) -> dict[str, Any]:
     return {
         name: report.config[name]
         for name, default in defaults.items()
-        if name not in _OF_THE_MACHINE and name in report.config and report.config[name] != default
+        if name not in OF_THE_MACHINE and name in report.config and report.config[name] != default
     }
 
 

@@ -19,6 +19,7 @@ from filelock import Timeout
 
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
+from ..options import OF_THE_MACHINE
 from .common import UsageError, check_data, expect, find_device, load_pruner, pruner_metric, usage_errors
 from .launch import is_first
 from .method_options import calibration_source
@@ -32,7 +33,7 @@ RESUMED_HELP = "a killed run leaves DIR.partial, and resumes when you rerun the 
 _MANIFEST, _LOCK = "command.json", "command.lock"
 _WRITTEN = ("seed-*.json*", "command.json*")  # with their temporary files
 # Options that do not change the result.
-_NEUTRAL = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
+_NEUTRAL = ("output", "overwrite", "device", *OF_THE_MACHINE)
 _PATHS = ("model", "calibration", "vocabulary", "prompts", "metric", "allocation")
 
 

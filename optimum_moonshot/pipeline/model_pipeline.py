@@ -63,6 +63,7 @@ class ModelPipeline:
     # None for statistics of the dense model.
     weight: Callable[[PrunableLayer], Tensor] | None = None
     gradients: bool | None = None  # whether backward passes are needed; None: where the selection needs gradients
+    extras: Extras | None = None  # `extras_in_turn`, if the caller has probed the model
     notes: list[str] = field(default_factory=list)  # for the report, after the last stage
     # ℓ_n of the dense model, by batch of this process, where a backward pass starts from them; after the last stage.
     losses: list[Tensor | None] = field(default_factory=list)
@@ -117,8 +118,7 @@ class ModelPipeline:
     def _behind_pruned(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
         prepared, structure = self.prepared, self.prepared.selection.structure
         gradients, loss = self._needs_gradients, prepared.subject.loss
-        sequences = block_sequences(prepared, gradients).sequential
-        extras = next((sequence.extras for sequence in sequences if sequence.blocks == structure.blocks), None)
+        extras = self.extras or extras_in_turn(prepared, gradients)
         options = prepared.storage, weight, gradients, extras
         pipeline = RecomputePipeline(prepared.model, structure, prepared.batches, loss, *options)
         pipeline.notes = self.notes
@@ -145,6 +145,15 @@ def block_sequences(prepared: Prepared, gradients: bool) -> BlockSequences:
         return BlockSequences([BlockSequence(blocks, probe.extras)], (), ())
     with all_onloaded(blocks):
         return find_block_sequences(prepared.model, blocks, prepared.probe, gradients, prepared.subject.loss)
+
+
+def extras_in_turn(prepared: Prepared, gradients: bool) -> Extras | None:
+    """The extras of a model's blocks; None unless all are in one sequence, each with layers of its own."""
+    blocks = prepared.selection.structure.blocks
+    if any(len(layer.modules) > 1 for block in blocks for layer in block.layers):
+        return None
+    sequences = block_sequences(prepared, gradients).sequential
+    return next((sequence.extras for sequence in sequences if sequence.blocks == blocks), None)
 
 
 def walk_over(prepared: Prepared, sequence: BlockSequence, batches: Sequence[Batch], gradients: bool) -> Walk:
@@ -216,7 +225,7 @@ class RecomputePipeline:
     storage: Storage  # of the caches
     weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
     gradients: bool  # whether any layer needs them
-    extras: Extras | None  # with which the blocks, all in one sequence, can return their input; None where they cannot
+    extras: Extras | None  # `extras_in_turn`
     grow: Callable[[Stage], None] = lambda stage: None  # called after every block that is done
     notes: list[str] = field(default_factory=list)  # for the report: the passes that the stages took
 
@@ -227,8 +236,7 @@ class RecomputePipeline:
     def __iter__(self) -> Iterator[Stage]:
         """One stage per block, from the first to the last with layers, then one per layer outside of blocks."""
         inside, done = [block.layers for block in self.blocks if block.layers], Layers()
-        tied = any(len(layer.modules) > 1 for layers in inside for layer in layers)
-        if inside and self.extras is not None and not tied:
+        if inside and self.extras is not None:
             blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, self.extras)
             observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
             blocks.capture_arguments()

@@ -123,6 +123,11 @@ class Selection:
         return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
 
     @property
+    def shares_fisher(self) -> bool:
+        """Whether the rows of a layer share a Fisher matrix; a diagonal objective has a diagonal for every row."""
+        return self.fisher == "shared" and not self.solver.objective.diagonal_only
+
+    @property
     def recompute(self) -> bool | None:
         """Whether the statistics are those of the pruned prefix; None where that depends on the model's blocks.
 
@@ -130,9 +135,8 @@ class Selection:
         """
         if self.config.recompute is not None:
             return self.config.recompute
-        shared = self.fisher == "shared" and not self.solver.objective.diagonal_only
         structured = isinstance(self.config.parsed_pattern, Structured | Experts)
-        cheap = shared or not self.needs_gradients
+        cheap = self.shares_fisher or not self.needs_gradients
         return None if cheap and self.kind == "language" and self.solver.calibrated and not structured else False
 
     def loss_notes(self, loss: Loss | None) -> list[str]:

@@ -16,9 +16,10 @@ from ..calibration.accumulators import GradientPlan
 from ..calibration.observer import Observer
 from ..calibration.token_weights import TokenWeights
 from ..model.layer_kinds import LinearLayer, PrunableLayer
+from ..pipeline.block_sequences import Extras
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
-from ..pipeline.model_pipeline import ModelPipeline, Results, block_sequences
+from ..pipeline.model_pipeline import ModelPipeline, Results, extras_in_turn
 from ..pipeline.variant import Variant
 from ..pipeline.walk import Stage
 
@@ -29,6 +30,7 @@ class Prefix(NamedTuple):
     """The source of a run's statistics."""
 
     recompute: bool = False  # whether it is the pruned prefix
+    extras: Extras | None = None  # `extras_in_turn`, where the model has been probed
     weights: Mapping[str, TokenWeights] | None = None  # by layer, in place of the prefix's gradients
     losses: Sequence[Tensor | None] = ()  # ℓ_n of the dense model, by batch, where its backward pass gave the weights
 
@@ -37,41 +39,40 @@ class Prefix(NamedTuple):
     ) -> ModelPipeline:
         """The stages of the run; `weight` is the pruned weight [d_out, d_in] of a layer that is done."""
         notes, gradients = ([], None) if self.weights is None else ([NOTE], False)
-        return ModelPipeline(prepared, results, weight if self.recompute else None, gradients, notes)
+        return ModelPipeline(prepared, results, weight if self.recompute else None, gradients, self.extras, notes)
 
 
 def find_prefix(prepared: Prepared, variants: Sequence[Variant]) -> Prefix:
     """The source of the statistics of a dense, frozen model; several variants share those of the dense model."""
     selection = prepared.selection
-    wanted = selection.recompute
+    wanted = bool(selection.recompute)
     lacking = any(variant.lacks(layer) for variant in variants for layer in selection.layers)
-    if wanted is False or prepared.data is None or len(variants) > 1 or not lacking:
-        return Prefix(bool(wanted))
-    probe = partial(_in_turn, prepared)
-    in_turn = prepared.backoff.with_smaller_batches("the probe", probe, lambda: prepared.batches)
-    if not in_turn or not selection.needs_gradients:
-        return Prefix(in_turn if wanted is None else wanted)
-    if selection.fisher == "shared" and not selection.solver.objective.diagonal_only:
-        gathering = _Gathering(prepared)
-        pipeline = ModelPipeline(prepared, gathering)
-        try:
-            run_pipeline(pipeline, gathering.visit, prepared.backoff, lambda: prepared.batches, lambda: NOTE)
-            return Prefix(True, gathering.weights, pipeline.losses)
-        except _Routed:
-            pass
-    return Prefix(bool(wanted))
+    if selection.recompute is False or prepared.data is None or len(variants) > 1 or not lacking:
+        return Prefix(wanted)
+    if selection.needs_gradients and not selection.shares_fisher:  # a backward pass behind every pruned block
+        return Prefix(wanted)
+    probe = partial(_probe, prepared)
+    extras = prepared.backoff.with_smaller_batches("the probe", probe, lambda: prepared.batches)
+    if extras is None:
+        return Prefix(wanted)
+    if not selection.needs_gradients:
+        return Prefix(True, extras)
+    gathering = _Gathering(prepared)
+    pipeline = ModelPipeline(prepared, gathering)
+    try:
+        run_pipeline(pipeline, gathering.visit, prepared.backoff, lambda: prepared.batches, lambda: NOTE)
+    except _Routed:
+        return Prefix(wanted)
+    return Prefix(True, extras, gathering.weights, pipeline.losses)
 
 
-def _in_turn(prepared: Prepared) -> bool:
-    """Whether all layers belong to blocks that follow each other, so that every block runs twice."""
-    structure = prepared.selection.structure
-    layers = [layer for block in structure.blocks for layer in block.layers]
-    if structure.outside or any(len(layer.modules) > 1 for layer in layers):
-        return False
-    if prepared.selection.needs_gradients and not all(isinstance(layer, LinearLayer) for layer in layers):
-        return False  # the shapes of inputs do not show the tokens
-    sequences = block_sequences(prepared, False).sequential
-    return len(sequences) == 1 and sequences[0].blocks == structure.blocks and sequences[0].extras is not None
+def _probe(prepared: Prepared) -> Extras | None:
+    """The `extras_in_turn` of blocks that have all layers, whose inputs show the tokens if weights are needed."""
+    selection = prepared.selection
+    linear = all(isinstance(layer, LinearLayer) for layer in selection.layers)
+    if selection.structure.outside or (selection.needs_gradients and not linear):
+        return None
+    return extras_in_turn(prepared, False)
 
 
 class _Routed(Exception):
@@ -84,15 +85,12 @@ class _Gathering:
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
         self.weights: dict[str, TokenWeights] = {}
-        self.unreached: set[str] = set()
 
     def lacks(self, layer: PrunableLayer) -> bool:
-        missing = layer.name not in self.weights and layer.name not in self.unreached
-        return missing and self.prepared.selection.lam_of(layer) < 1
+        return layer.name not in self.weights and self.prepared.selection.lam_of(layer) < 1
 
     def skip(self, layer: PrunableLayer) -> None:
-        """Do nothing more: the pruning that follows reports layers without data."""
-        self.unreached.add(layer.name)
+        """Do nothing: the pruning that follows reports layers without data."""
 
     def visit(self, stage: Stage) -> None:
         layers = [layer for layer in stage.layers if self.lacks(layer)]
@@ -107,12 +105,9 @@ class _Gathering:
             Observer(layers, True, names, samples, storage, plans, extra=extra, here=here)
         ) as observer:
             stage.observe(observer, advance=True)
-        for layer in layers:
-            if observer.reached(layer):
-                self.weights[layer.name] = observer.take(layer).extra[TokenWeights]
-            else:
-                self.skip(layer)
-        read = [self.weights[name] for name in names if name in self.weights]
-        alike = all(weights.most_calls <= 1 and weights.lengths == read[0].lengths for weights in read)
-        if not all(backoff.gather(alike)):
+        reached = [layer for layer in layers if observer.reached(layer)]
+        self.weights |= {layer.name: observer.take(layer).extra[TokenWeights] for layer in reached}
+        lengths = [self.weights[layer.name].lengths for layer in reached]
+        once = all(len(tokens) == here and tokens == lengths[0] for tokens in lengths)
+        if not all(backoff.gather(once)):
             raise _Routed
