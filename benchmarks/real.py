@@ -40,6 +40,7 @@ METHODS = {
     "Wanda": {"solver": "wanda", "lam": 1},
     "SparseGPT": {"solver": "sparsegpt", "lam": 1},
     "SparseGPT, shared": {"solver": "sparsegpt", "lam": 0.9, "fisher": "shared"},
+    "SparseGPT, shared 0.5": {"solver": "sparsegpt", "lam": 0.5, "fisher": "shared"},
     "SparseGPT, rows": {"solver": "sparsegpt", "lam": 0.9, "fisher": "rows"},
     "ALPS": {"solver": "alps", "lam": 1},
     "ALPS, shared": {"solver": "alps", "lam": 0.9, "fisher": "shared"},

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from .linalg import CPU_BYTES, split_within
 
 # Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
 SELECTION_BYTES = 24
+# Most scores of a comparison group whose ranks are found by comparing all pairs: the work is quadratic.
+NARROW = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,20 +311,39 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     # Small slices even on a GPU, whose memory a solver may have filled; the result does not depend on their size.
     for rows in split_within(len(scores), SELECTION_BYTES * scores.shape[-1], CPU_BYTES):
         part = scores[rows]
-        # By threshold: `topk` has no defined order of ties, and a stable sort is slower.
-        threshold = kth_smallest(part, count)
-        below = part < threshold
-        tied = part == threshold
-        missing = count - below.sum(-1, keepdim=True)
-        selected[rows] = below | (tied & (tied.cumsum(-1) <= missing))
+        selected[rows] = _by_rank(part, count) if part.shape[-1] <= NARROW else _by_threshold(part, count)
     return selected
+
+
+def _by_threshold(scores: Tensor, count: int) -> Tensor:
+    """`smallest` of rows [rows, size]; `topk` has no defined order of ties, and a stable sort is slower."""
+    threshold = kth_smallest(scores, count)
+    below, tied = scores < threshold, scores == threshold
+    missing = count - below.sum(-1, keepdim=True)
+    if bool((tied.sum(-1, keepdim=True) == missing).all()):  # the running count would take a quarter of the time
+        return below | tied
+    return below | (tied & (tied.cumsum(-1) <= missing))
+
+
+def _by_rank(scores: Tensor, count: int) -> Tensor:
+    """`smallest` of rows [rows, size] by comparing all pairs: 7 times as fast as a threshold for 4 scores, 3 for 16."""
+    columns = scores.T.contiguous()
+    rank = torch.zeros(columns.shape, dtype=torch.int8, device=scores.device)
+    for later in range(1, len(columns)):
+        less = (columns[later] < columns[:later]).view(torch.int8)  # equal scores keep their order
+        rank[:later] += less
+        rank[later] += later - less.sum(0, dtype=torch.int8)
+    return (rank < count).T
 
 
 def kth_smallest(values: Tensor, count: int) -> Tensor:
     """The `count`-th smallest value, counted from 1, of each row [rows, size], as [rows, 1]."""
-    # On a GPU, `kthvalue` processes a row on a single multiprocessor, whereas `sort` uses all of them.
+    # On a GPU, `kthvalue` processes a row on a single multiprocessor, whereas `sort` uses all of them. On a CPU it takes
+    # twice the time of numpy's vectorised selection (13 and 6 ms for 0.9 million values).
     if is_gpu(values.device) and len(values) < 8:
         return values.sort(-1).values[:, count - 1, None]
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.partition(values.numpy(), count - 1, axis=-1)[:, count - 1, None])
     return values.kthvalue(count, dim=-1, keepdim=True).values
 
 

@@ -79,25 +79,28 @@ class ALPS(Solver):
         system = System(objective, ridge, torch.float32)
         dense = system.dense
         target = system.times(dense)
-        free, image, sparse, dual = dense, target, dense, torch.zeros_like(dense)  # image: H_k free_k
-        previous, rho = torch.ones_like(dense, dtype=torch.bool), self.penalty
+        free, image, shifted = dense, target, dense  # image: H_k free_k
+        previous = keep = torch.ones_like(dense, dtype=torch.bool)
+        rho = self.penalty
         for first in range(0, self.iterations, EVERY):
             inverse = system.inverse(rho)
             for _ in range(min(EVERY, self.iterations - first)):
-                right = target - dual + rho * sparse
+                # shifted = X + V/ρ is D on `keep` and the next V/ρ elsewhere: one tensor has both.
+                right = torch.where(keep, shifted, -shifted).mul_(rho).add_(target)
                 free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
-                shifted = free + dual / rho
-                check_factored(shifted.isfinite().all())
+                shifted = shifted.masked_fill(keep, 0).add_(free)
                 scores = shifted.square()
                 if objective.importance is not None and isinstance(pattern, Unstructured):
                     scores *= objective.importance
                 keep = keep_alive(pattern.keep, scores, objective.alive)
-                sparse = torch.where(keep, shifted, 0)
-                dual = dual + rho * (free - sparse)
+            check_factored(shifted.isfinite().all())
             changed = float((keep != previous).sum()) / 2 / max(1, int(keep.sum()))
             if changed < SETTLED:
                 break
-            previous, rho = keep, rho * next(growth for least, growth in GROWTH if changed >= least)
+            growth = next(growth for least, growth in GROWTH if changed >= least)
+            previous, rho = keep, rho * growth
+            shifted = torch.where(keep, shifted, shifted / growth)  # V stays
+        sparse = shifted.masked_fill(~keep, 0)
         return system.refit(sparse, keep, self.refit_steps), keep
 
 
@@ -123,7 +126,7 @@ class System:
         # scale; it is never lowered, which could make the matrix indefinite.
         self.mean = gram / inputs / inputs.mT * outputs.pow(-2).mean(1, keepdim=True)
         self.mean.diagonal(dim1=1, dim2=2).clamp_(min=1)
-        self.weight, self.dense = weight, weight.to(dtype) * self.scale
+        self.weight, self.dense = weight, (weight.to(dtype) * self.scale).contiguous()
 
     def times(self, vectors: Tensor) -> Tensor:
         """``H_k x_k`` for x [d_out, d_in]."""
@@ -287,11 +290,13 @@ def conjugate_gradients(
         active = now > CONVERGED * first  # converged rows stop: further steps would fit rounding errors
         if number % EVERY == 0 and not bool(active.any()):  # not at every step: it waits for the GPU
             break
-        direction = conditioned + torch.where(active, now / before, 0) * direction
+        direction.mul_(torch.where(active, now / before, 0)).add_(conditioned)
         image = times(direction)
         curvature = (direction * image).sum(1, keepdim=True)
         length = torch.where(active & (curvature > 0), now / curvature, 0)
-        solution, residual, before = solution + length * direction, residual - length * image, now
+        solution = torch.addcmul(solution, length, direction, out=solution if number else None)
+        residual = torch.addcmul(residual, -length, image, out=residual if number else None)
+        before = now
     return solution, residual
 
 

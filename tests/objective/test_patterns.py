@@ -7,7 +7,16 @@ import reference
 import torch
 
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.objective.patterns import NM, Structured, Unstructured, kth_smallest, parse_pattern, smallest
+from optimum_moonshot.objective.patterns import (
+    NM,
+    Structured,
+    Unstructured,
+    _by_rank,
+    _by_threshold,
+    kth_smallest,
+    parse_pattern,
+    smallest,
+)
 
 
 @pytest.mark.parametrize("sparsity", [0, 0.1, 0.25, 0.5, 0.6, 0.999, 1])
@@ -138,3 +147,15 @@ def test_kth_smallest_selects_within_each_row():
     values = torch.tensor([[3.0, 1.0, 2.0, 1.0], [-1.0, 5.0, 5.0, 0.0]])
     for count in range(1, 5):
         assert torch.equal(kth_smallest(values, count), values.sort(1).values[:, count - 1 : count])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 32])
+@pytest.mark.parametrize("values", [2, 1000])  # with ties, and almost without
+def test_ranks_and_thresholds_select_the_same_scores(size, values):
+    scores = torch.randint(values, (64, size)).float()
+    scores[torch.rand(scores.shape) < 0.1] = -torch.inf
+    for count in range(1, size):
+        by_sorting = torch.zeros_like(scores, dtype=torch.bool)
+        by_sorting.scatter_(1, scores.sort(dim=1, stable=True).indices[:, :count], True)
+        assert torch.equal(_by_rank(scores, count), by_sorting)
+        assert torch.equal(_by_threshold(scores, count), by_sorting)
