@@ -338,8 +338,8 @@ def _by_rank(scores: Tensor, count: int) -> Tensor:
 
 def kth_smallest(values: Tensor, count: int) -> Tensor:
     """The `count`-th smallest value, counted from 1, of each row [rows, size], as [rows, 1]."""
-    # On a GPU, `kthvalue` processes a row on a single multiprocessor, whereas `sort` uses all of them. On a CPU it takes
-    # twice the time of numpy's vectorised selection (13 and 6 ms for 0.9 million values).
+    # On a GPU, `kthvalue` processes a row on a single multiprocessor, whereas `sort` uses all of them. On a CPU it
+    # takes twice the time of numpy's vectorised selection (13 and 6 ms for 0.9 million values).
     if is_gpu(values.device) and len(values) < 8:
         return values.sort(-1).values[:, count - 1, None]
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
