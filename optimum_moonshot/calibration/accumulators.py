@@ -17,13 +17,16 @@ from torch import Tensor
 from ..distributed.sharing import Merger
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
-from ..objective.linalg import slice_bytes, split_within
+from ..objective.linalg import slice_bytes, split_range, split_within
 from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
 from .token_weights import TokenWeights
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
 STAGED = 64
+# Gram matrices are symmetric: with 4 blocks of rows, 5/8 of the products are computed, in 0.62 to 0.71 of the time of
+# all on one thread (576 to 4,096 inputs; 8 blocks are no faster). Narrow blocks are slower than that.
+BLOCKS, LEAST_BLOCK = 4, 128
 
 
 class _Total(InputStatistic):
@@ -56,9 +59,12 @@ class Gram(InputSum):
 
     def add(self, inputs: Tensor, groups: slice) -> None:
         if self.value.ndim == 2:
-            self.value.addmm_(inputs[0].T, inputs[0])
+            _add_gram(self.value, inputs[0])
         else:
             self.value[groups].baddbmm_(inputs.mT, inputs)
+
+    def result(self) -> Tensor:
+        return self.value if self.value.ndim > 2 else _mirrored(self.value)
 
 
 class InputSquares(InputSum):
@@ -255,7 +261,10 @@ class WeightedGram(GradientStatistic):
         # The root of s_t multiplies x on both sides of a product, which is therefore symmetric.
         roots = torch.linalg.vector_norm(delta, dim=-1, keepdim=True).mul_(delta.shape[-1] ** -0.5)
         weighted = (inputs * roots).transpose(0, 1).flatten(1, 2)  # [groups, tokens, in]
-        _add_product(self.value[groups], weighted, weighted)
+        if len(self.value) == 1 and self.value.device == weighted.device:
+            _add_gram(self.value[0], weighted[0])
+        else:
+            _add_product(self.value[groups], weighted, weighted)
         if self.squares is not None:
             squares = self.squares.view(len(self.value), -1, inputs.shape[-1])[groups]
             _add_product(squares, *(x.transpose(0, 1).flatten(1, 2).square() for x in (delta, inputs)))
@@ -265,10 +274,29 @@ class WeightedGram(GradientStatistic):
         self.value, self.rows = merger.summed_groups(self.value, self.rows)
 
     def result(self) -> SharedFisher:
+        if len(self.value) == 1:
+            _mirrored(self.value[0])
         which = torch.arange(self.rows) * len(self.value) // max(1, self.rows)
         if self.shares is not None:  # of a single group
             self.squares = torch.outer(self.shares.to(self.value.device), self.value[0].diagonal())
         return SharedFisher(self.value, which, self.samples, self.squares)
+
+
+def _block_rows(size: int) -> list[slice]:
+    return split_range(0, size, max(LEAST_BLOCK, -(-size // BLOCKS)))
+
+
+def _add_gram(total: Tensor, inputs: Tensor) -> None:
+    """Add xᵀx, of x [tokens, d], to the diagonal blocks of a total [d, d] and to those on their right."""
+    for rows in _block_rows(len(total)):
+        total[rows, rows.start :].addmm_(inputs[:, rows].T, inputs[:, rows.start :])
+
+
+def _mirrored(total: Tensor) -> Tensor:
+    """A symmetric matrix, in place, from its diagonal blocks and the blocks on their right."""
+    for rows in _block_rows(len(total)):
+        total[rows.stop :, rows] = total[rows, rows.stop :].T
+    return total
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
