@@ -128,7 +128,7 @@ class Rehearsal:
         sizes = min(2, run.batch), min(3, run.batch)
         peaks = zip(*(self._probed(run, size) for size in sizes), strict=True)
         head, visit, caches = (Line.through((sizes[0], few), (sizes[1], more)) for few, more in peaks)
-        blocks = len(self.blocks if self.extras is None else self.first(1))
+        blocks = len(self.blocks if self.extras is None else self.first(2))
         hidden = run.hidden or caches.slope / (blocks + 1 if run.backward and not run.differentiates else 1)
         while (one := self._timed(run, 1, samples)) < ENOUGH / 2 and samples < run.samples:
             samples = min(run.samples, 4 * samples)
@@ -152,7 +152,7 @@ class Rehearsal:
                     first.append((live.peak, live.now))
                     live.peak = live.now
 
-            self._passed(run, 1, samples, None, visited)
+            self._passed(run, 2, samples, None, visited)  # the last one visited propagates no gradient
         ((peak, caches),) = first or [(live.peak, 0)]
         return peak - caches, live.peak - caches, caches
 
