@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py [--only NAME …]
     python benchmarks/plan.py --group llama      # every solver and stage on one model, in 10 minutes of one core
+    python benchmarks/plan.py --work DIR         # keeps every measurement in DIR, and continues from those there
 
 Plan and run of a case each have a separate process with one thread. Memory is the peak increase of the resident size
 by the run, after a small warm-up run for libraries and buffers; seconds are processor time.
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import transformers as hf
@@ -163,6 +165,22 @@ def plan(name: str) -> dict:
     }  # fmt: skip
 
 
+def measured(what: str, name: str, folder: str | None) -> dict:
+    """The plan or the run of a case, in a process of its own, unless the folder has it."""
+    slug = "".join("_" if letter in " /," else letter for letter in name)
+    path = None if folder is None else Path(folder) / f"{what}-{slug}.json"
+    if path is not None and path.is_file() and path.stat().st_size:
+        return json.loads(path.read_text().splitlines()[-1])
+    command = [sys.executable, __file__, f"--{what}", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        return {"error": done.stderr[-800:]}
+    if path is not None:
+        path.write_text(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", default=list(CASES), metavar="NAME", help="cases")
@@ -170,6 +188,9 @@ def main() -> None:
     options.add_argument("--plan", choices=list(CASES), help=argparse_hidden())
     options.add_argument("--samples", type=int, help=argparse_hidden())
     options.add_argument("--group", help="the cases whose names begin so")
+    options.add_argument(
+        "--work", metavar="DIR", help="folder of finished measurements, from which a later call continues"
+    )
     args = options.parse_args()
     torch.set_num_threads(1)
     SETTING["num_samples"] = args.samples or SETTING["num_samples"]
@@ -180,13 +201,7 @@ def main() -> None:
     for name in (name for name in args.only if name.startswith(args.group or "")):
         each = {}
         for what in ("plan", "run"):
-            command = [sys.executable, __file__, f"--{what}", name]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-            )
-            each[what] = (
-                json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {"error": done.stderr[-800:]}
-            )
+            each[what] = measured(what, name, args.work)
         if "error" in each["plan"] or "error" in each["run"]:
             print(name, each)
             continue

@@ -20,7 +20,7 @@ from .model.isolation import uncompiled
 from .model.losses import default_loss
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject
-from .plan.inputs import MachineMemory
+from .plan.machine import MachineMemory
 from .plan.run import make_plan
 from .prune.record import compact_pruned, note_rotation, note_vocabulary, remove_tokens
 from .prune.run import prune_model, rotate_model
@@ -191,8 +191,9 @@ class MoonshotPruner:
     ) -> Plan:
         """Estimate `prune`: bytes on the device, the host and the disk, passes over the data, seconds.
 
-        Nothing is pruned, downloaded or written. Seconds are measured on one batch and on a matrix of every shape,
-        except for a model on the meta device and for the memory of another machine.
+        Nothing is pruned, downloaded or written. The first blocks of every kind pass a few samples, and some rows of
+        their matrices are solved; all else is multiplied. On the meta device bytes follow from the layers' shapes, and
+        there are no seconds, as for the memory of another machine.
 
         Args:
             calibration: batches of model inputs are used; anything else counts as `num_samples` samples of

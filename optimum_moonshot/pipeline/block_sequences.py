@@ -370,12 +370,12 @@ def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> 
     """The arguments of all blocks, without their weights and outputs; None where the model does not allow it."""
     for extra in (None, 0, 1, 2, 3):
         arguments: list[Arguments] = []
-        shapes: set[torch.Size] = set()
+        hiddens: list[Tensor] = []
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, rest, named = split_hidden(args, kwargs)
             arguments.append((rest, without_caches(named)))  # noqa: B023
-            shapes.add(hidden.shape)  # noqa: B023
+            hiddens.append(hidden)  # noqa: B023
 
         with ExitStack() as stack, suppress(MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError):
             for block in blocks:
@@ -383,7 +383,8 @@ def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> 
             extras: Extras = [extra] * len(blocks)
             stack.enter_context(passing_on(blocks, extras))
             run_model(model, batch)
-            if len(arguments) == len(blocks) and len(shapes) == 1:
+            chained = all(hidden is hiddens[0] for hidden in hiddens)  # each block has returned it
+            if len(arguments) == len(blocks) and chained:
                 return Unweighted(extras, arguments)
     return None
 

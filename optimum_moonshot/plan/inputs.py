@@ -4,140 +4,80 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..calibration.storage import Storage, free_memory
-from ..config import memory_size
-from ..data.batches import Batch, batch_size, split_batches
-from ..data.text import LONGEST, CalibrationData, load_calibration
-from ..devices import is_gpu
-from ..errors import MoonshotError, reason, require
-from ..model.calls import Forward, frozen, model_device
+from ..data.batches import Batch, batch_size, split_batches, take
+from ..data.text import LONGEST, load_calibration
+from ..errors import MoonshotError, require
+from ..model.calls import frozen, model_device, to_device
 from ..model.losses import is_causal
 from ..model.model_info import (
     embedded_tokens,
     max_positions,
     reads_images_and_text,
     takes_images,
-    text_setting,
-    vocabulary_size,
 )
+from ..pipeline.backoff import Backoff
+from ..pipeline.block_sequences import Extras, without_weights
 from ..pipeline.calibration_data import usable, with_room
-from ..pipeline.inputs import prepare
+from ..pipeline.inputs import Prepared, prepare
 from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
-from .footprint import ModelFootprint, model_footprint, sequences_by_shape
-from .spec import OffloadedBlocks, RunSpec, module_bytes, offloaded_blocks
+from ..prune.prefix import runs_forward
+from .machine import MachineMemory, offloaded_blocks
+from .memory import RunSpec
 
 CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass(frozen=True)
-class MachineMemory:
-    """The memory that a plan assumes; None is this machine's."""
-
-    device: int | None = None  # bytes of the device in total, including the model
-    host: int | None = None  # bytes of host memory that are free
-
-    @classmethod
-    def of(cls, device_memory: int | str | None, host_memory: int | str | None) -> "MachineMemory | None":
-        """The sizes of another machine, in bytes or as text; None if neither is given."""
-        sizes = {"device_memory": device_memory, "host_memory": host_memory}
-        numbers = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
-        return None if not any(numbers.values()) else cls(numbers["device_memory"], numbers["host_memory"])
 
 
 def build_spec(
     subject: Subject,
     selection: Selection,
     batches: list[Batch],
-    forward: Forward | None,
     resumes: bool,
     machine: MachineMemory,
     offload: str | None,
-) -> tuple[RunSpec, CalibrationData]:
-    """Describe a run, and load its data in batches, with notes for the plan; arguments as for `make_plan`.
+) -> tuple[RunSpec, Prepared, Extras | None]:
+    """Describe a run, load its data in batches, and find with which extras its blocks can return their input.
 
-    Raises `MoonshotError` for a run that cannot be planned, or cannot be planned without the model's weights.
+    Raises `MoonshotError` for a run that cannot be planned.
     """
-    model, config, device = subject.model, selection.config, model_device(subject.model)
-    offloaded = offloaded_blocks(selection.structure, offload, machine.device is None and not is_gpu(device))
-    in_memory = device.type != "meta" and offloaded is None
-    if in_memory:
+    model, device, blocks = subject.model, model_device(subject.model), selection.structure.blocks
+    offloaded = offloaded_blocks(selection.structure, offload, device if machine.device is None else None)
+    storage = machine.storage(model, selection.config, offloaded)
+    if device.type != "meta" and offloaded is None:
         prepared = prepare(subject, selection, batches)
-        data = prepared.calibration
+        with frozen(model):
+            tested = block_sequences(prepared, selection.needs_gradients).sequential
+        in_turn = tuple(block for sequence in tested for block in sequence.blocks)
+        extras = next((sequence.extras for sequence in tested if sequence.blocks == blocks), None)
     else:
         data = with_room(load_calibration(batches, None, **_sizes(selection)), selection, model)
         if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-    footprint, notes = _footprint(model, selection, data, forward, required=not in_memory)
-    if in_memory:
-        with frozen(model):
-            tested = block_sequences(prepared, selection.needs_gradients)
-        sequential, others = tuple(tested.sequential), tested.non_sequential
-    else:
-        sequential, others = sequences_by_shape(footprint, selection.structure.blocks)
-        hint = "without `offload` they can be pruned, and planned"
-        single = offloaded is None or (len(sequential) == 1 and not others)
-        require(single, "plan: the model's blocks are not sequential", hint=hint)
-    device, free = _free(model, machine, offloaded)
+        prepared, in_turn, extras = Prepared(subject, selection, data, storage, Backoff(storage)), blocks, None
+        if device.type != "meta":
+            probe = without_weights(model, blocks, to_device(take(data.batches[0], 0, 1), device))
+            hint = "without `offload` they can be pruned, and planned"
+            require(probe is not None, "plan: the model's blocks are not sequential", hint=hint)
+            extras = None if probe is None else probe.extras
+    data = prepared.calibration
     run = RunSpec(
+        model=model,
         selection=selection,
-        sequential=sequential,
-        non_sequential=others,
-        footprint=footprint,
+        in_turn=in_turn,
         sizes=tuple(map(batch_size, data.batches)),
         tokens=data.sequence_length or 0,
-        vocabulary=vocabulary_size(model),
-        storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
+        storage=storage,
         resumes=resumes,
         gradients=selection.needs_gradients,
+        forward=(extras is not None or device.type == "meta") and runs_forward(selection),
         offloaded=offloaded,
     )
-    return run, dataclasses.replace(data, notes=(*data.notes, *notes))
+    return run, prepared, extras
 
 
 def _sizes(selection: Selection) -> dict[str, Any]:
     return {name: getattr(selection.config, name) for name in ("num_samples", "batch_size", "seed")}
-
-
-def _footprint(
-    model: nn.Module, selection: Selection, data: CalibrationData, forward: Forward | None, required: bool
-) -> tuple[ModelFootprint, list[str]]:
-    """The footprint of the largest batch, and a note if it consists of the hidden states alone."""
-    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
-    trains = selection.config.recover is not None
-    try:
-        return model_footprint(model, selection.structure, largest, selection.needs_gradients, trains, forward), []
-    except Exception as error:  # a model may depend on the value of any tensor
-        note = "activations are not in the figures, since the model cannot run on tensors without memory"
-        note = f"{note} ({reason(error)[:200]})"
-        if required:
-            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
-        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
-        hidden = batch_size(largest) * (data.sequence_length or 0) * width
-        return ModelFootprint({}, (), hidden, 0), [note]
-
-
-def _free(
-    model: nn.Module, machine: MachineMemory, offloaded: OffloadedBlocks | None
-) -> tuple[torch.device, dict[torch.device, int]]:
-    """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
-    device = model_device(model)
-    meta = device.type == "meta"
-    if meta:
-        device = CPU if machine.device is None else torch.device("cuda")
-    resident = module_bytes(model) - (offloaded.total if offloaded else 0)
-    free = free_memory(CPU if meta else device)
-    host = free[CPU] if machine.host is None else machine.host
-    on_device = free.get(device, 0) if machine.device is None else machine.device - resident
-    if device.type == "cpu":
-        if machine.device is None:
-            on_device = host - resident if meta else host
-        return device, {device: max(0, on_device)}
-    if meta and offloaded is not None and offloaded.place == "cpu":
-        host -= offloaded.total
-    return device, {device: max(0, on_device), CPU: max(0, host)}
 
 
 def is_given(calibration: Any) -> bool:

@@ -8,22 +8,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
-from ..pipeline.selection import Subject, select
-from .inputs import MachineMemory, build_spec, example_batches, is_given
-from .memory import MemoryTrace, Phase, count_phases
-from .report import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
-from .seconds import measure
-from .solver import clock
-from .spec import RunSpec, module_bytes
+from ..pipeline.selection import Selection, Subject, select
+from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
+from ..rotate.learning import PATIENCE
+from ..rotate.permutation_search import search_products
+from .inputs import build_spec, example_batches, is_given
+from .machine import MachineMemory
+from .memory import Rehearsed, RunSpec, Trace, module_bytes, pattern_of
+from .rehearsal import Rehearsal
+from .report import DISK, HOST, Overflow, Plan, Snapshot, peaks_of
+from .trials import clock
 
 # Host memory of the libraries that read and tokenize text.
 TEXT_BYTES = 48 * 2**20
+# Bytes per second that a disk is assumed to write.
+DISK_RATE = 500e6
+# Matrix products of a step of learning a rotation, per weight and coordinate.
+LEARNING_PRODUCTS = 6
+# How often a rotation onloads each block, apart from the steps of learning: search, trials, statistics, writing.
+ROTATION_READS = 18
 # The options that reduce the largest item of a peak.
 HINTS = {
     "caches": "set offload_dir, or lower max_memory, num_samples or sequence_length",
@@ -67,12 +77,20 @@ def make_plan(
     selection = select(model, config)
     batches = example_batches(subject, selection, calibration)
     with called_by(model, forward) if weights else nullcontext():
-        run, data = build_spec(subject, selection, batches, forward, resumes, limits, offload)
-        trace = MemoryTrace(run)
-        trace.add("reading text", HOST, TEXT_BYTES if "input_ids" in batches[0] and not is_given(calibration) else 0)
-        phases = list(count_phases(trace, model))
-        ready = clock(device) - started
-        seconds = measure(subject, phases, data.batches[0], ready) if weights and machine is None else {}
+        run, prepared, extras = build_spec(subject, selection, batches, resumes, limits, offload)
+        ready, seconds = clock(device) - started, dict[str, float]()
+        with Rehearsal.of_model(prepared, extras, run) if weights else nullcontext() as rehearsal:
+            trace = Trace(run, lambda phase, name: rehearsal.of(phase, name) if rehearsal else phase.by_shapes())
+            text = "input_ids" in batches[0] and not is_given(calibration)
+            trace.add("reading text", HOST, TEXT_BYTES if text else 0)
+            passes = trace.all()
+            estimate = "an estimate by the shapes of the layers, without weights"
+            if rehearsal is not None:
+                count = rehearsal.samples * run.tokens
+                passed = f"{count:,} tokens" if count else f"{rehearsal.samples} samples"
+                estimate = f"an estimate from the first blocks of every kind, by passes of at most {passed}"
+                seconds = seconds_of(trace, ready, rehearsal.reading) if machine is None else {}
+    data = prepared.calibration
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     places = [*dict.fromkeys([str(run.device), *free]), DISK]
     peaks = peaks_of(trace.snapshots, places)
@@ -88,11 +106,11 @@ def make_plan(
         },
         device=str(run.device),
         available=free,
-        blocks=_block_plans(run, phases[-1]),
+        blocks=passes,
         snapshots=peaks,
         seconds=seconds,
         overflows=overflows,
-        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes])),
+        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes, estimate])),
     )
 
 
@@ -106,14 +124,74 @@ def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
     }
 
 
-def _block_plans(run: RunSpec, calibration: Phase) -> tuple[BlockPlan, ...]:
-    order = {block.name: index for index, block in enumerate(run.selection.structure.blocks)}
-    visits = sorted(calibration.visits, key=lambda visit: order.get(visit.block.name, len(order)))
-    slices = [{part.layers[0].name: len(part.slices) for part in visit.parts if part.slices} for visit in visits]
-    return tuple(
-        BlockPlan(visit.block.name, len(visit.parts), visit.passes, sliced)
-        for visit, sliced in zip(visits, slices, strict=True)
-    )
+def seconds_of(trace: Trace, ready: float, reading: float) -> dict[str, float]:
+    """The seconds of every phase, and in "total"; `ready` are those before, `reading` those of all blocks."""
+    run, config, phases = trace.run, trace.run.selection.config, trace.phases
+    seconds = {name: found.seconds for name, found in phases.items()}
+    solving = {name: _solving(run, found) for name, found in phases.items()}
+    if config.rotation is not None:
+        seconds["rotation"] += rotation_products(run.selection) * _product_seconds(run.device)
+    if config.allocation == "fisher":
+        seconds["allocation"] += solving["allocation"]
+    seconds |= {"calibration": seconds["calibration"] + ready, "solver": solving["calibration"]}
+    if config.recover is not None:
+        # Samples that pass all blocks forward and backward, as in the rehearsal, or forward alone.
+        heldout = run.samples * EVALUATIONS / HELDOUT_SHARE
+        samples = config.recovery_steps * STEP_SAMPLES + (2 * run.samples + heldout) / 3
+        samples *= 2 if config.distills else 1  # the teacher runs too
+        seconds["recovery"] = phases["recovery"].seconds * samples / run.samples
+        seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
+    if run.offloaded is not None:
+        seconds["reading"] = reading * _times_read(run)
+    seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
+    return {**seconds, "total": sum(seconds.values())}
+
+
+def _solving(run: RunSpec, found: Rehearsed) -> float:
+    """Seconds in the solver of all matrices."""
+    trials = [(layer, found.trials.get(run.key(layer))) for layer in run.selection.layers]
+    return sum(trial.seconds * (layer.groups if layer.separate else 1) for layer, trial in trials if trial is not None)
+
+
+def rotation_products(selection: Selection) -> float:
+    """Floating-point operations of learning a rotation and of searching channel permutations.
+
+    Learning multiplies with every matrix, forward and backward. Neurons, assumed to be the widest inputs of a block,
+    are permuted where they compete for the places of n:m.
+    """
+    config = selection.config
+    single = [layer for layer in selection.layers if layer.groups == 1]
+    width = max((layer.shape[1] for layer in single), default=0)
+    rows = config.rotation_rows
+    weights = sum(min(layer.shape[0], rows or layer.shape[0]) * layer.shape[1] for layer in single)
+    products: float = config.rotation_steps * LEARNING_PRODUCTS * weights * width
+    if rows is not None:  # evaluations of all rows, forward alone
+        weights = sum(layer.shape[0] * layer.shape[1] for layer in single)
+        products += config.rotation_steps / PATIENCE * LEARNING_PRODUCTS / 3 * weights * width
+    for block in selection.structure.blocks:
+        layers = [layer for layer in block.layers if layer.groups == 1]
+        widths = {layer.shape[1] for layer in layers}
+        neurons = [layer for layer in layers if len(widths) > 1 and layer.shape[1] == max(widths)]
+        products += sum(search_products(layer.shape, [pattern_of(selection, layer)]) for layer in neurons)
+    return products
+
+
+def _product_seconds(device: torch.device) -> float:
+    """Seconds of a floating-point operation in a matrix product."""
+    matrix = torch.ones(512, 512, device=device)
+    started = clock(device)
+    for _ in range(4):
+        matrix @ matrix
+    return (clock(device) - started) / (4 * 512**3)
+
+
+def _times_read(run: RunSpec) -> int:
+    """How often a run reads every offloaded weight, besides saving."""
+    config = run.selection.config
+    passes = 3 if run.selection.needs_gradients else 2  # checks and calibration; with gradients a forward pass before
+    allocation = {"fisher": 2, "owl": 1}.get(config.allocation if isinstance(config.allocation, str) else "", 0)
+    rotation = 0 if config.rotation is None else ROTATION_READS + config.rotation_steps
+    return passes + run.forward + allocation + rotation + (config.recover is not None)
 
 
 def _model_overflows(model: nn.Module, run: RunSpec, machine: MachineMemory) -> Iterator[Overflow]:

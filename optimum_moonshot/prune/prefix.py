@@ -8,7 +8,7 @@ behind every pruned block, by a number of passes that is quadratic in the number
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from ..pipeline.block_sequences import Extras
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline, Results, extras_in_turn
-from ..pipeline.variant import Variant
+from ..pipeline.selection import Selection
 from ..pipeline.walk import Stage
 
 NOTE = "token weights of the Fisher term from the dense model"
@@ -42,16 +42,32 @@ class Prefix(NamedTuple):
         return ModelPipeline(prepared, results, weight if self.recompute else None, gradients, self.extras, notes)
 
 
-def find_prefix(prepared: Prepared, variants: Sequence[Variant]) -> Prefix:
+class Unfinished(Protocol):
+    """A variant, or a rehearsal of one."""
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """Whether a layer has no result yet, and is to have one."""
+
+
+def runs_forward(selection: Selection) -> bool:
+    """Whether forward passes behind pruned blocks give the statistics, if all blocks follow each other.
+
+    With a Fisher term they do where its rows share it, and the inputs of all layers show the tokens.
+    """
+    if selection.recompute is False or selection.structure.outside:
+        return False
+    linear = all(isinstance(layer, LinearLayer) for layer in selection.layers)
+    return not selection.needs_gradients or (selection.shares_fisher and linear)
+
+
+def find_prefix(prepared: Prepared, variants: Sequence[Unfinished]) -> Prefix:
     """The source of the statistics of a dense, frozen model; several variants share those of the dense model."""
     selection = prepared.selection
     wanted = bool(selection.recompute)
     lacking = any(variant.lacks(layer) for variant in variants for layer in selection.layers)
-    if selection.recompute is False or prepared.data is None or len(variants) > 1 or not lacking:
+    if prepared.data is None or len(variants) > 1 or not lacking or not runs_forward(selection):
         return Prefix(wanted)
-    if selection.needs_gradients and not selection.shares_fisher:  # a backward pass behind every pruned block
-        return Prefix(wanted)
-    probe = partial(_probe, prepared)
+    probe = partial(extras_in_turn, prepared, False)
     extras = prepared.backoff.with_smaller_batches("the probe", probe, lambda: prepared.batches)
     if extras is None:
         return Prefix(wanted)
@@ -64,15 +80,6 @@ def find_prefix(prepared: Prepared, variants: Sequence[Variant]) -> Prefix:
     except _Routed:
         return Prefix(wanted)
     return Prefix(True, extras, gathering.weights, pipeline.losses)
-
-
-def _probe(prepared: Prepared) -> Extras | None:
-    """The `extras_in_turn` of blocks that have all layers, whose inputs show the tokens if weights are needed."""
-    selection = prepared.selection
-    linear = all(isinstance(layer, LinearLayer) for layer in selection.layers)
-    if selection.structure.outside or (selection.needs_gradients and not linear):
-        return None
-    return extras_in_turn(prepared, False)
 
 
 class _Routed(Exception):

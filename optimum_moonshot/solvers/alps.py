@@ -22,7 +22,7 @@ from torch import Tensor
 from ..devices import is_gpu
 from ..objective.linalg import check_factored, parallel_map, row_slices, split_range
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive
-from ..objective.quadratic import ProblemSize, Quadratic
+from ..objective.quadratic import Quadratic
 from .base import PrunedWeight, Solver, damped, damping_option, finish, hyperparameter, register_solver
 from .sparsegpt import SparseGPT
 
@@ -62,17 +62,6 @@ class ALPS(Solver):
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
         # SparseGPT takes a fraction of the time, and its losses have about the same ratios between patterns.
         return SparseGPT(damping=self.damping).trials(objective, patterns)
-
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        # Some twenty float32 copies of the weights, and the factors or matrices of the rows.
-        d_in, samples = size.inputs, size.max_rank
-        shared = 12 * size.groups * d_in**2 + 86 * size.weights
-        if not samples:
-            return shared
-        shared += 12 * size.weights
-        if size.groups == 1 and samples < d_in:
-            return shared + 4 * samples * size.weights
-        return 4 * size.rows * d_in**2 + max(size.slices(8 * d_in**2) // size.threads, shared)
 
     def _split(self, objective: Quadratic, ridge: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, both [d_out, d_in]."""

@@ -43,7 +43,7 @@ from torch import Tensor
 from ..errors import MAX_INT, MoonshotError, reason, require
 from ..objective.linalg import MAX_DAMPING, escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
-from ..objective.quadratic import Objective, ProblemSize, Quadratic
+from ..objective.quadratic import Objective, Quadratic
 from ..options import kind_of, limits, within
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
@@ -216,19 +216,6 @@ class Solver(ABC):
             FactorizationError: the quadratic stays singular at the largest damping.
         """
 
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        """Estimate the bytes of `solve` at its peak, before any data is read; the default suits most solvers.
-
-        The objective's float32 copy of the weight counts; the statistics and the layer's own weight do not.
-
-        Args:
-            size: of the matrix and its statistics.
-            pattern: the pruning pattern.
-        """
-        if self.objective.diagonal_only:
-            return 24 * size.weights
-        return 48 * size.inputs**2 + size.weights * (24 + 4 * size.max_rank)
-
     def family(self, pattern: Any) -> Any:
         """A key that is equal for patterns that one call of `solve_path` solves together."""
         return Unstructured if self.ranks_removals and isinstance(pattern, Unstructured) else pattern
@@ -279,7 +266,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", *FLAGS, "column_block", "workspace", "family", "solve_path", "trials"):
+        for capability in ("objective", *FLAGS, "column_block", "family", "solve_path", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)

@@ -29,12 +29,11 @@ from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate, row_slices
 from ..objective.patterns import Experts, Pattern, Structured
-from ..objective.quadratic import ProblemSize, Quadratic
+from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from .alps import System
 from .base import PrunedWeight, Solver, damping_option, finish, hyperparameter, register_solver
 from .experts import best_subset, expert_mask
-from .sparsegpt import SINGLE_LAM
 
 # Columns whose updates are deferred.
 WAITING = 64
@@ -106,17 +105,6 @@ class OSSCAR(Solver):
             system = System(part, ridge, torch.float64)
             weight[rows] = system.refit(weight[rows] * keep[rows] * system.scale, keep[rows], REFIT_STEPS, columns)
         return weight, keep
-
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        # The shared inverse, and for every row P_k (at times in both precisions) and M_k.
-        rows, d_in, samples = size.rows, size.inputs, size.max_rank
-        shared = 18 * d_in**2 + 50 * size.weights
-        if not samples:
-            return shared
-        single = size.lam >= SINGLE_LAM and 2 * samples <= d_in
-        spread, inner = (4 if single else 8) * samples * size.weights, 8 * rows * samples**2
-        state = spread + inner + size.slices(24 * samples * d_in) * 2 // 3 + (0 if single else spread // 2)
-        return shared + max(state, spread + 3 * inner)
 
 
 class Support:

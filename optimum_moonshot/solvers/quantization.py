@@ -19,7 +19,7 @@ from torch import Tensor
 from ..objective.grid import Grid
 from ..objective.linalg import slices_within, split_range
 from ..objective.patterns import Pattern
-from ..objective.quadratic import DiagonalQuadratic, Objective, ProblemSize, Quadratic
+from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .base import PrunedWeight, Solver
 
 SWEEPS = 4  # a fixed number, so that the result of a row does not depend on the rows in its batch
@@ -78,13 +78,6 @@ def from_unit(weight: Tensor, unit: float, grid: Grid | None) -> Tensor:
     scale, d_in = grid.scales_of(weight.to(grid.dtype)), weight.shape[1]
     codes = grid.codes(weight, grid.per_weight(scale, d_in))  # a scale may lose bits below the normal numbers
     return grid.values(codes, grid.per_weight((scale.double() * unit).to(grid.dtype), d_in))
-
-
-def quantization_bytes(size: ProblemSize) -> int:
-    """Memory of `quantize` at the peak."""
-    shared = size.groups == 1 and size.max_rank < size.size
-    row = 4 * size.inputs * (8 + 2 * (size.max_rank if shared else size.size))
-    return min(size.rows * row, max(row, STATE_BYTES)) + 20 * size.weights + 8 * size.size**2
 
 
 class ColumnRounding:

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from ..devices import free_bytes
-from ..objective.linalg import check_factored, escalate, parallel_map, row_slices, slice_bytes, slices_within
+from ..objective.linalg import check_factored, escalate, parallel_map, row_slices, slices_within
 from ..objective.patterns import NM, Pattern, Unstructured
-from ..objective.quadratic import ProblemSize, Quadratic
+from ..objective.quadratic import Quadratic
 from .base import PrunedWeight, Solver, damping_option, finish, hyperparameter, register_solver
 
 # Steps between two flushes (measured on a CPU for 192 to 2304 inputs: within 5% of the best throughout).
@@ -220,20 +220,6 @@ class Ranked(Solver):
         # One elimination serves all unstructured patterns, but a single n:m pattern.
         families = [list(patterns)] if isinstance(patterns[0], Unstructured) else [[pattern] for pattern in patterns]
         return [result.weight for family in families for result in self.solve_path(objective, family)]
-
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        # The inverses of the rows that are eliminated together, and the ranking of all rows.
-        d, count = size.size, size.weights // size.size
-        cpu = size.device.type == "cpu"
-        limit = slice_bytes(size.device)
-        together = min(count, max(1, CPU_INPUTS // d if cpu else limit // (4 * d * d)))
-        factored = min(together if size.max_rank else size.groups, max(1, limit // (24 * d * d)))
-        inverses = 4 * together * d * d
-        # Dropping dead inputs copies (3/4)² of the inverses; before that, factors are held next to the inverses.
-        eliminating = inverses * 25 // 16 + 7 * STEPS * together * d
-        threads = max(1, min(size.threads if cpu else 1, count // together))
-        peak = threads * max(eliminating, (inverses if size.max_rank else 0) + 32 * factored * d * d)
-        return max(peak + 16 * size.weights, 60 * size.weights)
 
     def rank_removals(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove the weights of each row one by one, all of them or (n:m) as many as the pattern allows.

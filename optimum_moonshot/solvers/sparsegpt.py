@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate, inverse_factor, parallel_map, slices_within, split_range
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive, stacked
-from ..objective.quadratic import ProblemSize, Quadratic
+from ..objective.quadratic import Quadratic
 from .base import PrunedWeight, Solver, damping_option, finish, hyperparameter, register_solver
 from .quantization import ColumnRounding, quantize
 
@@ -257,8 +257,6 @@ STATE_BYTES = 4 * 2**30
 # Below this many inputs per sample, F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state,
 # O(N·d_in² + N²·d_in) (measured, N = 32 to 512: 1.6 to 2.2).
 DENSE_BELOW = 1.7
-# From this λ on, memory estimates assume that the states of rows are well conditioned, and so in float32.
-SINGLE_LAM = 0.8
 
 
 @register_solver("sparsegpt")
@@ -338,29 +336,6 @@ class SparseGPT(Solver):
         weight = objective.weight.repeat(len(patterns), 1)
         copies = replace(objective, weight=weight, alive=alive, importance=importance)
         return list(self.solve(copies, together).weight.chunk(len(patterns)))
-
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        # The shared factor, and for every row either Z, P, R and Q or a matrix.
-        rows, d_in, samples, widths = size.rows, size.inputs, size.max_rank, Widths.of(pattern, self.block_size)
-        compared = min(widths.compared, d_in)
-        shared = 0 if size.groups > 1 else 24 * d_in**2
-        columns = 20 * rows * compared + 5 * size.weights
-        if size.groups > 1 or d_in < DENSE_BELOW * samples:
-            together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
-            matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(24 * d_in**2, SLICE_BYTES)
-            return max(shared, matrices) + columns
-        if not samples:
-            return max(shared + 4 * size.weights, 12 * d_in**2 + columns)
-        item = 4 if size.lam >= SINGLE_LAM else 8
-        row = (
-            4 * d_in * samples
-            + item * (samples**2 + compared * (samples + widths.block))
-            + 8 * (samples + 2 * compared)
-        )
-        together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // row))
-        slices = size.slices(8 * samples * (samples + widths.compared), SLICE_BYTES)
-        state = together * row + 16 * d_in**2 + slices + columns
-        return max(shared, state)
 
 
 def prune_columns(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
-from ..objective.quadratic import DiagonalQuadratic, ProblemSize, Quadratic
+from ..objective.quadratic import DiagonalQuadratic, Quadratic
 from .base import PrunedWeight, Solver, finish, register_solver
 
 
@@ -27,9 +27,6 @@ class Magnitude(Solver):
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         return finish(objective, objective.weight, pattern.keep(objective.weight.abs()))
 
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        return 22 * size.weights
-
 
 @register_solver("wanda")
 @dataclass(frozen=True)
@@ -43,6 +40,3 @@ class Wanda(Solver):
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
         scores = objective.weight.square().mul_(objective.diagonal())
         return finish(objective, objective.weight, pattern.keep_per_row(scores))
-
-    def workspace(self, size: ProblemSize, pattern: Pattern) -> int:
-        return 9 * size.weights + size.slices(24 * size.inputs)

@@ -23,7 +23,7 @@ from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.pipeline.partition import StatisticsSpec
 from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
-from optimum_moonshot.plan.footprint import LiveBytes
+from optimum_moonshot.plan.trials import LiveBytes
 from optimum_moonshot.prune.layers import solve
 from optimum_moonshot.recover.student import StudentBlock
 from optimum_moonshot.solvers import make_solver

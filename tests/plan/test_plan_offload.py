@@ -12,8 +12,8 @@ from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.offload import Offloaded
 from optimum_moonshot.model.weights import is_offloaded
-from optimum_moonshot.plan.footprint import LiveBytes
 from optimum_moonshot.plan.report import DISK
+from optimum_moonshot.plan.trials import LiveBytes
 
 FAST = dict(pattern="2:4", num_samples=8, batch_size=4, sequence_length=16)
 
