@@ -76,7 +76,7 @@ TABLE = {
         "[quantize](quantize.md)",
     ),
     "2:4 in 16 bits, without training": (
-        'recipe("2:4", "one-shot", lam=1)',
+        'recipe("2:4", "one-shot")',
         Choice("2:4", ONE_SHOT),
         "[recipes](#recipes)",
     ),

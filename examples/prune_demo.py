@@ -21,7 +21,7 @@ def main(output: str = "outputs/demo") -> None:
     started, started_cpu = time.perf_counter(), time.process_time()
     logging.disable_progress_bar()
     simple = MoonshotConfig(solver="sparsegpt", pattern="2:4", lam=1, sequence_length=256)
-    recipe = MoonshotConfig.recipe("2:4", "one-shot", lam=1, sequence_length=256)  # λ = 1 takes half the time
+    recipe = MoonshotConfig.recipe("2:4", "one-shot", sequence_length=256)
 
     print("model                perplexity  file, MB  CPU seconds")
     pruner = MoonshotPruner.from_pretrained(DEMO, recipe, dtype="auto")

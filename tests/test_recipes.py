@@ -17,7 +17,7 @@ def test_settings_of_each_recipe():
     assert config == MoonshotConfig.recipe(0.8, "fast")
     assert (config.solver, config.fisher, config.rotation, config.allocation) == ("alps", "shared", None, "fisher")
     config = MoonshotConfig.recipe("2:4", "fast")
-    assert (config.pattern, config.lam, config.rotation, config.allocation) == ("2:4", 0.9, None, "uniform")
+    assert (config.pattern, config.lam, config.rotation, config.allocation) == ("2:4", 1.0, None, "uniform")
     config = MoonshotConfig.recipe(0.8, "one-shot")
     assert (config.solver, config.sparsity, config.lam) == ("alps", 0.8, 0.5)
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
