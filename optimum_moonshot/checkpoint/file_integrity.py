@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -28,29 +26,6 @@ from .weight_files import (
 
 _SWITCH = "MOONSHOT_VERIFY"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
-
-
-@dataclass(frozen=True)
-class Request:
-    """The choices of a call of `load_pruned`, for transformers' quantizer; no file can set them."""
-
-    runtime: str | None = None  # one of `RUNTIMES`; None: as in plain `from_pretrained`
-    verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
-    inputs: str | None = None  # one of `INPUTS`; None: as in plain `from_pretrained`
-
-
-_REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039
-current_request = _REQUEST.get
-
-
-@contextmanager
-def requested(request: Request) -> Iterator[None]:
-    """Apply a request to all checkpoints that are loaded inside the block, in this thread."""
-    token = _REQUEST.set(request)
-    try:
-        yield
-    finally:
-        _REQUEST.reset(token)
 
 
 def checksums_wanted() -> bool:

@@ -28,7 +28,7 @@ from .declared_metadata import (
     read_declared_metadata,
 )
 from .file_integrity import check_files, check_no_other_weights
-from .hub import HUB_OPTIONS, local_folder
+from .hub import HUB_OPTIONS
 from .weight_files import EXPORT, METHOD, Checkpoint, StoredTensors, dtype_name
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note
@@ -127,7 +127,7 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     unknown = sorted(hub.keys() - set(HUB_OPTIONS))
     supported = f"the options of verify are trust_remote_code, {', '.join(HUB_OPTIONS)}"
     require(not unknown, supported, field=", ".join(unknown))
-    checkpoint = Checkpoint(local_folder(name_or_path, whole=True, **hub))
+    checkpoint = Checkpoint.find(name_or_path, whole=True, **hub)
     message = f"{checkpoint.folder} has been quantized by another program ({checkpoint.quant_method})"
     hint = "verify the checkpoint that it was made from"
     require(checkpoint.quant_method in (None, METHOD, EXPORT), message, hint=hint)

@@ -30,6 +30,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin, Quan
 from ..errors import MoonshotError, check_choice, error_context, require
 from ..files import read_json
 from ..packing import INPUTS, PackedLayer, weight_of
+from .hub import local_folder
 
 EXPORT = "compressed-tensors"  # the format for other readers, and `quant_method` in config.json
 METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
@@ -99,6 +100,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         contradiction = dequantize and runtime != "dense"
         require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)
         self.runtime, self.dequantize, self.inputs = runtime, dequantize, inputs
+        self.verified: frozenset[str] = frozenset()  # absolute paths of files that `load_pruned` has checked
 
     @classmethod
     def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
@@ -111,7 +113,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return the attributes that transformers copies to the configuration of config.json."""
-        return {"runtime": self.runtime, "dequantize": self.dequantize, "inputs": self.inputs}
+        return {**vars(self)}
 
 
 class Checkpoint:
@@ -126,6 +128,11 @@ class Checkpoint:
         self.folder = folder
         if packed is not None:
             self.packed = packed
+
+    @classmethod
+    def find(cls, name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> "Checkpoint":
+        """The checkpoint of a folder or of a repository on the Hub, with the arguments of `local_folder`."""
+        return cls(local_folder(name_or_path, whole, **hub))
 
     @cached_property
     def config(self) -> dict[str, Any]:

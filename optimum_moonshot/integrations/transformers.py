@@ -16,14 +16,14 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
+from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted
 from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, MoonshotPrunedCheckpoint, StoredTensors
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import error_context, require
 from ..model.layer_kinds import find_layer
-from ..packing import INPUTS, PackedLayer
+from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 
 if TYPE_CHECKING:
@@ -44,16 +44,9 @@ class MoonshotQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MoonshotPrunedCheckpoint | MoonshotConfig, **kwargs: Any):
         super().__init__(cast(QuantizationConfigMixin, quantization_config), **kwargs)
-        self.request = current_request()
-        self.pruning: MoonshotConfig | None = None
-        self.runtime, self.inputs = "dense", INPUTS[0]
-        if isinstance(quantization_config, MoonshotConfig):
-            self.pruning = quantization_config
-        else:
-            self.runtime = self.request.runtime or quantization_config.runtime
-            self.inputs = self.request.inputs or quantization_config.inputs
-            contradiction = quantization_config.dequantize and self.runtime != "dense"
-            require(not contradiction, f"it contradicts runtime={self.runtime!r}", field="dequantize", value=True)
+        self.pruning = quantization_config if isinstance(quantization_config, MoonshotConfig) else None
+        choice = MoonshotPrunedCheckpoint() if isinstance(quantization_config, MoonshotConfig) else quantization_config
+        self.runtime, self.inputs, self.verified = choice.runtime, choice.inputs, choice.verified
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights that the model's converters stack or rename
@@ -165,7 +158,7 @@ class MoonshotQuantizer(HfQuantizer):
     def _verify(self, files: Sequence[str]) -> None:
         """Verify that transformers loads the files of the index, unless `load_pruned` has verified them."""
         paths = {os.path.abspath(path) for path in files}
-        if paths <= self.request.verified:
+        if paths <= self.verified:
             return
         folder = Path(files[0]).parent
         checkpoint = Checkpoint(folder, packed=True)
