@@ -19,7 +19,7 @@ from ..objective.allocation_rules import PatternRules
 from ..objective.grid import Grid
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord
-from .card import read_entry
+from .base_card import read_entry
 from .packed_files import pruned_layers, shared_names
 from .pretrained import checkpoint_meta_model
 from .weight_files import Checkpoint
