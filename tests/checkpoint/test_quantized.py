@@ -146,7 +146,7 @@ def test_auto_packs_layers_by_the_verdict_of_their_format(tmp_path, monkeypatch)
     assert not held(load_pruned(tmp_path, runtime="auto"))  # they are small
     monkeypatch.setattr("optimum_moonshot.packing.timing.LEAST", 1)
     sets = ("portable", "neon", "avx2", "avx512", "vbmi2", "amx")
-    monkeypatch.setattr("optimum_moonshot.packing.quantized_codec.FASTER", sets)
+    monkeypatch.setattr("optimum_moonshot.packing.quantized.FASTER", sets)
     monkeypatch.setattr("optimum_moonshot.packing.timing.SLOWER", ())
     model = load_pruned(tmp_path, runtime="auto")
     assert model.moonshot_runtime
