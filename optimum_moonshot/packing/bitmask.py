@@ -63,11 +63,7 @@ def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
 
 
 def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
-    """Pack a matrix in host memory into `values`, in its dtype, and `meta`; without a pattern, exactly the nonzeros.
-
-    Raises:
-        MoonshotError: m consecutive inputs have more than n nonzeros.
-    """
+    """Pack a matrix in host memory into `values` and `meta`; raises like `Codec.pack`."""
     matrix = matrix.contiguous()
     meta, integers = stored_bits(matrix, pattern), matrix.view(INTEGERS[matrix.dtype.itemsize])
     if pattern is not None:
@@ -78,11 +74,7 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
 
 
 def stored_bits(matrix: Tensor, pattern: NM | None) -> Tensor:
-    """`meta` of a matrix in host memory.
-
-    Raises:
-        MoonshotError: m consecutive inputs have more than n nonzeros.
-    """
+    """`meta` of a matrix in host memory; `MoonshotError` if m consecutive inputs have more than n nonzeros."""
     keep, d_in = matrix != 0, matrix.shape[1]
     meta = pack_bits(keep)
     if pattern is None or is_nm(meta, d_in, pattern):

@@ -56,11 +56,7 @@ _library.define(f"quantized_grouped_transposed(Tensor outputs, Tensor counts, {_
 
 
 def pack(grid: Grid, matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack a matrix in host memory into `codes`, `scale` and `meta`.
-
-    Raises:
-        MoonshotError: m consecutive inputs have more than n nonzeros, or the matrix or its dtype has no grid.
-    """
+    """Pack a matrix in host memory into `codes`, `scale` and `meta`; raises like `Quantized.pack`."""
     grid, matrix = grid.with_dtype(matrix.dtype), matrix.contiguous()
     (d_out, d_in), library, meta = matrix.shape, find_library(), stored_bits(matrix, pattern)
     if _stores_all(grid, meta, d_in, pattern):
