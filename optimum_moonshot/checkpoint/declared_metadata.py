@@ -78,7 +78,7 @@ def _read_record(checkpoint: Checkpoint, declared: DeclaredMetadata) -> Declarat
     if entry is None:
         return None
     record = declared.record = PruningRecord.from_dict(entry)
-    numbers = [record.config.get("bits")] if record.bits is None else sorted(set(record.bits.values()))
+    numbers = [record.config["bits"]] if record.bits is None else sorted(set(record.bits.values()))
     bits = "" if None in numbers or not numbers else f"{', '.join(map(str, numbers))} bits"
     compacted = record.compaction is not None
     return Declaration(_pattern_name(record.config), record.sparsity, record.pattern_rules, compacted, bits)
@@ -90,8 +90,8 @@ def _read_report(checkpoint: Checkpoint, declared: DeclaredMetadata) -> Declarat
     report = PruneReport.load(checkpoint.folder)
     config = report.config
     targets = {layer.name: layer.target_sparsity for layer in report.layers if layer.target_sparsity is not None}
-    settings = (config["pattern"], config.get("sparsity"), config.get("group_size", 1))
-    rules = PatternRules.parse(*settings, config.get("allocation") or "uniform", targets)
+    settings = (config["pattern"], config["sparsity"], config["group_size"], config["allocation"])
+    rules = PatternRules.parse(*settings, targets)
     declared.report = report
     return Declaration(_pattern_name(config), report.sparsity, rules, report.compaction is not None)
 
@@ -109,7 +109,7 @@ def _read_card(checkpoint: Checkpoint, declared: DeclaredMetadata) -> Declaratio
 
 def _pattern_name(config: Mapping[str, Any]) -> str:
     """The pattern of a configuration; "by layer" if an allocation gives every layer its own."""
-    return "by layer" if isinstance(config.get("allocation"), Mapping) else str(config["pattern"])
+    return "by layer" if isinstance(config["allocation"], Mapping) else str(config["pattern"])
 
 
 @dataclass(frozen=True)
