@@ -21,8 +21,9 @@ from ..model.layer_kinds import expert_parameters
 from ..objective.grid import Grid
 from ..objective.linalg import CPU_BYTES, slices_within
 from ..packing import Quantized
+from .folder import Checkpoint
 from .packed_files import pruned_layers, rewrite
-from .weight_files import EXPORT, Checkpoint, Layers, Tensors, read_header
+from .weight_files import EXPORT, Layers, Tensors, read_header
 from .weight_names import merged_weights, parameter_names
 
 _BITS = (8, 4)

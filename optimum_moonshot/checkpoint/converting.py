@@ -13,12 +13,12 @@ from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, write_card
 from .compressed_tensors import export_files
 from .declared_metadata import read_declared_metadata
-from .file_integrity import check_files, check_no_other_weights
+from .folder import Checkpoint
 from .hub import HUB_OPTIONS
 from .origin import copy_side_files
 from .packed_files import FORMATS, pack_files, unpack_files
 from .pretrained import checkpoint_meta_model
-from .weight_files import EXPORT, Checkpoint
+from .weight_files import EXPORT
 
 CONVERTER = "convert_hf_to_gguf.py"
 CONVERTER_VARIABLE = "LLAMA_CPP_CONVERTER"
@@ -66,8 +66,8 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
     folder, stored, packed = checkpoint.folder, checkpoint.format, checkpoint.packed
     require(stored != format, f"{source} is a {format} checkpoint already")
     require(stored != EXPORT, f"{source} is a {EXPORT} checkpoint", hint="convert the dense or the packed one instead")
-    check_files(checkpoint)
-    check_no_other_weights(checkpoint)
+    checkpoint.check_files()
+    checkpoint.check_no_other_weights()
     model = None if packed else checkpoint_meta_model(folder, **loading)
     with staged("output", output) as staging:
         copy_side_files(folder, staging)

@@ -15,11 +15,11 @@ from ..model.offload import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from .file_integrity import check_complete, check_files, check_no_other_weights
+from .folder import Checkpoint, check_complete
 from .hub import HUB_OPTIONS
 from .in_memory import to_runtime
 from .pretrained import model_class, read_model_config
-from .weight_files import EXPORT, RUNTIMES, Checkpoint, MoonshotPrunedCheckpoint
+from .weight_files import EXPORT, RUNTIMES, MoonshotPrunedCheckpoint
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something other than a model.
@@ -64,8 +64,8 @@ def load_pruned(
     supported = checkpoint.format != EXPORT or runtime == "dense"
     hint = 'use runtime="dense", or give the dense or the packed checkpoint'
     require(supported, f"not for a {EXPORT} checkpoint", field="runtime", value=runtime, hint=hint)
-    check_files(checkpoint)
-    check_no_other_weights(checkpoint)
+    checkpoint.check_files()
+    checkpoint.check_no_other_weights()
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")

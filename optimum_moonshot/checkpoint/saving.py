@@ -9,29 +9,26 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor, nn
 
 from ..distributed.ranks import on_main_process
 from ..errors import MoonshotError, check_choice, check_path, reason, require
-from ..files import replace_file, staged, writing
+from ..files import replace_file, staged
 from ..model.offload import check_not_source
 from ..model.weights import is_offloaded
-from ..reports.prune_report import REPORT_NAME, PruneReport
+from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
-from .card import Facts, render_unpruned, update_evaluations, write_card
+from .card import Facts, render_unpruned, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .hub import open_repository, upload
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
 from .origin import Origin, SavedReport, clear_prediction_layers, copy_weights
 from .packed_files import FORMATS, check_reloads, pack_files, save_streamed, shard_bytes
-from .weight_files import EXPORT, Checkpoint
-
-if TYPE_CHECKING:
-    from ..reports.measurement import Measured
+from .weight_files import EXPORT
 
 
 def save_model(
@@ -189,29 +186,3 @@ def _check_saving(model: nn.Module, report: SavedReport, format: str | None, opt
         without = name != "variant" or format == "dense"
         require(without, "a packed checkpoint has no variants", field=name, value=value)
     return format
-
-
-def record(folder: str | os.PathLike[str], pruned: "Measured", dense: "Measured | None" = None) -> bool:
-    """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
-
-    Returns whether the card was changed: a foreign card is not. `MoonshotError` for a folder without a report, or two
-    results that were measured in different ways.
-    """
-    check_path("folder", folder)
-    folder = Path(folder)
-    report = saved_report(folder)
-    report.record(pruned, dense)
-    facts = Facts.read(folder, None, Checkpoint(folder).format)
-    with writing("folder", folder):
-        report.save(folder)
-        if facts is not None:
-            update_evaluations(folder, report, facts)
-    return facts is not None
-
-
-def saved_report(folder: Path) -> PruneReport:
-    """The report of a saved model; `MoonshotError` if there is none, or it is damaged."""
-    exists = (folder / REPORT_NAME).is_file()
-    hint = "give the folder of a model that this package pruned and saved"
-    require(exists, f"{folder} has no {REPORT_NAME}", hint=hint)
-    return PruneReport.load(folder)

@@ -27,9 +27,9 @@ from .declared_metadata import (
     locate_weights,
     read_declared_metadata,
 )
-from .file_integrity import check_files, check_no_other_weights
+from .folder import Checkpoint
 from .hub import HUB_OPTIONS
-from .weight_files import EXPORT, METHOD, Checkpoint, StoredTensors, dtype_name
+from .weight_files import EXPORT, METHOD, StoredTensors, dtype_name
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note
 _ROUNDED = 1e-6  # rounding error of a declared sparsity
@@ -164,10 +164,10 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 def _damage(checkpoint: Checkpoint) -> list[str]:
     """The errors of the integrity checks of the files; raises `MoonshotError` if there are no files."""
-    errors, checks = [], [check_files, check_no_other_weights] if checkpoint.files else []
+    errors, checks = [], [checkpoint.check_files, checkpoint.check_no_other_weights] if checkpoint.files else []
     for check in checks:
         try:
-            check(checkpoint)
+            check()
         except MoonshotError as error:
             errors.append(reason(error))
     return errors

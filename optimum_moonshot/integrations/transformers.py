@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted
-from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, MoonshotPrunedCheckpoint, StoredTensors
+from ..checkpoint.folder import Checkpoint, check_complete, checksums_wanted
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, MoonshotPrunedCheckpoint, StoredTensors
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
@@ -163,7 +163,7 @@ class MoonshotQuantizer(HfQuantizer):
         folder = Path(files[0]).parent
         checkpoint = Checkpoint(folder, packed=True)
         with torch.device("cpu"):  # transformers calls this inside its "meta" device context
-            check_files(checkpoint, checksums_wanted())
+            checkpoint.check_files(checksums_wanted())
         others = paths.symmetric_difference(map(os.path.abspath, checkpoint.files))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
