@@ -166,9 +166,10 @@ def unpack(values: Tensor, meta: Tensor, d_in: int, window: int = -1, offsets: T
 
 def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int = -1) -> Tensor:
     """Like `unpack`, for devices and dtypes that the compiled library does not support."""
-    window = find_window(values, meta, d_in) if window < 0 else window
-    if window:
-        return _unpack_windows(values, meta, d_in, window)
+    if values.dtype.itemsize == 2:  # 2 to 3 times as fast as a scatter; 32 bits half as fast
+        window = find_window(values, meta, d_in) if window < 0 else window
+        if window:
+            return _unpack_windows(values, meta, d_in, window)
     dense = values.new_zeros(len(meta), d_in)
     return dense.masked_scatter_(unpack_bits(meta, d_in), values.flatten())
 
@@ -213,19 +214,15 @@ def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
 
 
 def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Tensor:
-    """Assemble each window of weights as 64-bit words, by shifts from a table: faster than a scatter."""
-    bits = 8 * values.dtype.itemsize
+    """Assemble each window of weights of 16 bits as 64-bit words, by shifts from a table."""
     per = values.shape[1] * window // d_in
-    shifts = _shifts(window, per, bits, meta.device)
-    codes, words = meta.flatten(), torch.empty(len(meta) * d_in * bits // 64, dtype=torch.int64, device=meta.device)
-    integers = values.contiguous().view(INTEGERS[values.dtype.itemsize]).view(-1, 8 // window, 1, per)
-    step = 8 * bits // 64
+    shifts = _shifts(window, per, meta.device)
+    codes, words = meta.flatten(), torch.empty(len(meta) * d_in // 4, dtype=torch.int64, device=meta.device)
+    integers = values.contiguous().view(torch.int16).view(-1, 8 // window, 1, per)
     for start in range(0, len(codes), _STEP):
-        shifted = integers[start : start + _STEP].to(torch.int64)
-        if bits < 64:
-            shifted = shifted & (1 << bits) - 1
+        shifted = integers[start : start + _STEP].to(torch.int64) & (1 << 16) - 1
         shifted = shifted << shifts.index_select(0, codes[start : start + _STEP].int())
-        words[start * step : (start + len(shifted)) * step] = reduce(torch.bitwise_or, shifted.unbind(-1)).flatten()
+        words[2 * start : 2 * (start + len(shifted))] = reduce(torch.bitwise_or, shifted.unbind(-1)).flatten()
     return words.view(values.dtype).view(len(meta), d_in)
 
 
@@ -261,16 +258,14 @@ def _filled_bytes(pattern: NM) -> Tensor:
 
 
 @lru_cache
-def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
+def _shifts(window: int, per: int, device: torch.device) -> Tensor:
     """Left shift of each value, [256, windows of a byte, 64-bit words of a window, values]; 64 drops the value."""
     groups = _bits().view(256, -1, window)
-    words = window * bits // 64
-    shifts = torch.full((256, groups.shape[1], words, per), 64, device="cpu")
+    shifts = torch.full((256, groups.shape[1], window // 4, per), 64, device="cpu")
     for code, group, position in groups.nonzero().tolist():
         index = int(groups[code, group, :position].sum())
         if index < per:
-            word, shift = divmod(position * bits, 64)
-            shifts[code, group, word, index] = shift
+            shifts[code, group, position // 4, index] = 16 * (position % 4)
     return shifts.to(device)
 
 
