@@ -10,7 +10,7 @@ bandwidth, because torch's product may be slower.
     python benchmarks/runtime.py                                                      # results/runtime.json
     python benchmarks/runtime.py --rows 1 --kinds 2:4 4:8 8:16 16:32 0.5 --name runtime-patterns
     python benchmarks/runtime.py --rows 1 --threads 1 --dtypes bfloat16 float16 float32 --kinds 0.1 0.2 0.3 0.4 0.5 \
-        --sets portable avx2 avx512 vbmi2 --name runtime-sets  # thresholds of packing/bitmask_codec.py
+        --sets portable avx2 avx512 vbmi2 --name runtime-sets  # thresholds of packing/bitmask.py
     python benchmarks/runtime.py --quantized    # survivors in 8, 4 and 3 bits, and the layers of torch and torchao
     python benchmarks/runtime.py --quantized --only "2:4 int4" "torchao int4" --rows 1 --threads 1
     python benchmarks/runtime.py --experts 8    # a stack of experts; `rows` are tokens, each of them with two experts

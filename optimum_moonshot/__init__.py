@@ -13,7 +13,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.converting import convert as convert
-    from .checkpoint.gguf import export_gguf as export_gguf
+    from .checkpoint.converting import export_gguf as export_gguf
     from .checkpoint.loading import load_pruned as load_pruned
     from .checkpoint.verification import Verification as Verification
     from .checkpoint.verification import verify as verify
@@ -53,7 +53,7 @@ _MODULES = {
     "agreement": "evaluation.metrics",
     "compact_model": "model.compaction",
     "convert": "checkpoint.converting",
-    "export_gguf": "checkpoint.gguf",
+    "export_gguf": "checkpoint.converting",
     "keep_sparsity": "masks",
     "load_pruned": "checkpoint.loading",
     "perplexity": "evaluation.metrics",

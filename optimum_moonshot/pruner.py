@@ -13,7 +13,7 @@ from torch import nn
 from .checkpoint.in_memory import to_runtime
 from .checkpoint.origin import SideFiles, find_origin, source_of
 from .checkpoint.pretrained import load_dense, load_meta
-from .checkpoint.saving import publish_model, save_model
+from .checkpoint.saving import Saving
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import uncompiled
@@ -535,7 +535,7 @@ class MoonshotPruner:
                 no longer n:m, or no longer on its grid.
         """
         check_idle(self.model, "save_pretrained")
-        save_model(self.model, self._companions(), self._result(), directory, format, self._origin, options)
+        self._saving(format, options).save(directory)
         self._discard_results()
 
     def push_to_hub(
@@ -568,15 +568,14 @@ class MoonshotPruner:
                 connection broke; nothing is published then.
         """
         check_idle(self.model, "push_to_hub")
-        hub: dict[str, Any] = dict(private=private, token=token, exist_ok=exist_ok, commit_message=commit_message)
-        result = self._result()
-        address = publish_model(self.model, self._companions(), result, repo_id, format, self._origin, options, **hub)
+        repository = {"private": private, "exist_ok": exist_ok}
+        address = self._saving(format, options).publish(repo_id, commit_message, token, **repository)
         self._discard_results()
         return address
 
-    def _companions(self) -> tuple[Any, ...]:
-        """Objects whose `save_pretrained` is called beside the model's."""
-        return self.tokenizer, self.processor, self._side_files
+    def _saving(self, format: str | None, options: dict[str, Any]) -> Saving:
+        companions = (self.tokenizer, self.processor, self._side_files)
+        return Saving(self.model, companions, self._result(), format, self._origin, options)
 
     def _swept(self) -> Sweep:
         if self._sweep is None:

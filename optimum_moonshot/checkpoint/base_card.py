@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id, yaml_dump
 
-from ..errors import reason
+from ..errors import MoonshotError, reason
 
 MARKER = "<!-- the dense model's own card follows -->"
 _MARK = re.compile(rf"^{re.escape(MARKER)}$", re.MULTILINE)
@@ -108,6 +108,14 @@ def split(name: str | None, card: ModelCard) -> Base:
     _, below = parted(text)
     below = below.removeprefix(MARKER).strip().removeprefix("# Card of the dense model").strip()
     return Base(name or _repository(data.get("base_model")), copied, below)
+
+
+def read_entry(card: ModelCard) -> Mapping[str, Any]:
+    """The entry `moonshot` of a card of this package; `MoonshotError` without a valid one."""
+    entry = card.data.to_dict().get("moonshot")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("pattern"), str):
+        raise MoonshotError(f"moonshot={short(entry):.60}: not an entry of this package")
+    return entry
 
 
 def parted(text: str) -> tuple[str, str]:

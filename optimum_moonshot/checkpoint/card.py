@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import transformers
@@ -13,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from ..errors import MoonshotError, check_number, check_whole, require
+from ..errors import check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
 from ..options import RECOVERY_DEFAULTS
@@ -32,6 +31,7 @@ from .base_card import (
     find_source,
     parted,
     printable,
+    read_entry,
     split,
     unescaped,
 )
@@ -125,14 +125,6 @@ class Facts:
             return None
 
 
-def read_entry(card: ModelCard) -> Mapping[str, Any]:
-    """The entry `moonshot` of a card of this package; `MoonshotError` without a valid one."""
-    entry = card.data.to_dict().get("moonshot")
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("pattern"), str):
-        raise MoonshotError(f"moonshot={short(entry):.60}: not an entry of this package")
-    return entry
-
-
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
     """Write README.md and its picture into a folder."""
     save_plot(report, folder)
@@ -210,14 +202,16 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         auto_class=_auto_class(facts.architecture)[0],
         programs=programs(report, facts.architecture, facts.name, facts.format),
         pruning_code=pruning_code(report, facts.source, facts.architecture, facts.name, facts.format),
-        evaluations=_evaluations(report),
-        method=_method(report, facts),
+        config=report.config,
+        recovery_defaults=RECOVERY_DEFAULTS,
         plot=PLOT_NAME,
-        kinds=_kinds(report),
-        mixtures=_mixtures(report),
-        seconds=", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items()),
-        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        kinds=[*_by_kind(report).items(), ("all", report.layers)],
+        mixtures=[layer for layer in report.layers if layer.experts is not None],
+        mean=mean_over_weights,
+        data_name=data_name,
+        recovered=_recovered,
         percent=_percent,
+        short=lambda value: "" if value is None else f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}",
     )
 
 
@@ -247,7 +241,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "sparsity_by_kind": {
                 kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
             },
-            "calibration": _calibration(report),
+            "calibration": report.calibration and {**report.calibration, "seed": config["seed"]},
             "seconds": {name: round(value, 1) for name, value in report.seconds.items()},
             "peak_memory_bytes": report.peak_memory,
             "weight_bytes": {"dense": facts.dense_bytes, "packed": facts.packed_bytes},
@@ -278,11 +272,6 @@ def _by_kind(report: PruneReport) -> dict[str, list[LayerReport]]:
     return {kind: [layer for _, layer in layers] for kind, layers in by_kind(report).items()}
 
 
-def _calibration(report: PruneReport) -> dict[str, Any] | None:
-    """The source, digest and seed of the samples."""
-    return None if report.calibration is None else {**report.calibration, "seed": report.config["seed"]}
-
-
 def _bits(report: PruneReport) -> dict[str, Any]:
     """Bits of the survivors and bits per weight, if weights are quantized."""
     if not report.quantized:
@@ -291,81 +280,6 @@ def _bits(report: PruneReport) -> dict[str, Any]:
     bits = sorted({layer.bits for layer in report.layers if layer.bits is not None})
     sizes["embedding_bits"] = report.embedding_bits
     return {"bits": bits, **{name: round(size, 4) for name, size in sizes.items() if size is not None}}
-
-
-def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
-    config, data = report.config, _calibration(report)
-    note = " (n of every m inputs survive)" if ":" in config["pattern"] else ""
-    if config["pattern"].startswith("n:"):
-        note = f" (n of every {config['pattern'][2:]} inputs survive, with a different n for each layer)"
-    rows: list[tuple[str, Any]] = [
-        ("solver", config["solver"]),
-        ("pattern", config["pattern"] + note),
-        ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
-        ("layers with the Fisher loss", "none" if facts.lam in (None, 1) else config["fisher_layers"]),
-    ]
-    options = {"damping": config["damping"], **config.get("solver_options", {})}
-    rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
-    if report.quantized:
-        bits = ", ".join(sorted({f"{layer.bits or 'unrounded'}" for layer in report.layers}))
-        rows.append(("bits of the surviving weights", f"{bits}, one scale per {config['quant_group']} inputs of a row"))
-    if report.embedding_bits is not None:
-        rows.append(("bits of the word embeddings and the head", report.embedding_bits))
-    if config.get("allocation", "uniform") != "uniform":
-        by_name = isinstance(config["allocation"], Mapping)
-        rows.append(("allocation of the sparsity", "by the names of layers" if by_name else config["allocation"]))
-    if report.rotation is not None and report.rotation.rotated:
-        rotation = report.rotation
-        change = f"objective {rotation.objective_before:.4f} → {rotation.objective_after:.4f}"
-        untied = f"; the head is untied, {rotation.untied_bytes / 2**20:.2f} MiB more" if rotation.untied_bytes else ""
-        rows.append(("rotations, learned and merged", f"{rotation.changes}; {change}{untied}"))
-    if report.shrink is not None and report.shrink.vocabulary is not None:
-        rows.append(("smaller vocabulary", report.shrink.vocabulary.line()))
-    if config.get("recover") is not None:
-        steps = config["recover_steps"] or RECOVERY_DEFAULTS[config["recover"]][0]
-        whole = config["recover"] in ("distill", "routers")
-        limit = f"at most {steps} steps{'' if whole else ' for each decoder layer'}"
-        rows.append(("recovery", f"{config['recover']}, {limit}"))
-    if data is None:
-        rows.append(("calibration", "none"))
-    else:
-        length = "" if data["sequence_length"] is None else f" of {data['sequence_length']} tokens"
-        samples = f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}"
-        rows += [("calibration", samples), ("SHA-256 of the calibration data", data["digest"])]
-    return [(escaped(key), escaped(value)) for key, value in rows]
-
-
-def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
-    rows = []
-    named = [(escaped(kind), layers) for kind, layers in _by_kind(report).items()]
-    for kind, layers in [*named, ("**all**", report.layers)]:
-        targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
-        ends = targets[:1] + targets[-1:] if len(targets) > 1 else targets
-        target = " to ".join(f"{100 * sparsity:.1f}%" for sparsity in ends)
-        rows.append((kind, str(len(layers)), target, f"{100 * mean_over_weights(layers, 'sparsity'):.2f}%"))
-    rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
-    return rows
-
-
-def _mixtures(report: PruneReport) -> list[tuple[str, str, str, str]]:
-    """The removed experts of each mixture, with the loss of this choice and of other criteria's choices."""
-    rows = []
-    for layer in report.layers:
-        if layer.experts is not None:
-            (_, loss), *others = ((escaped(name), _short(loss)) for name, loss in layer.experts.losses.items())
-            criteria = ", ".join(f"{name} {other}" for name, other in others)
-            rows.append((code(layer.name), ", ".join(map(str, layer.experts.removed)), loss, criteria))
-    return rows
-
-
-def _evaluations(report: PruneReport) -> list[tuple[str, str, str, str]]:
-    """Every measurement before and after pruning, and its recovery."""
-    rows = []
-    for name, values in report.evaluations.items():
-        metric, dense, pruned = values["metric"], values["dense"], values["pruned"]
-        before, measured = "" if dense is None else _short(dense), escaped(f"{metric} on {data_name(name, metric)}")
-        rows.append((measured, before, _short(pruned), _recovered(metric, dense, pruned)))
-    return rows
 
 
 def _recovered(metric: str, dense: float | None, pruned: float) -> str:
@@ -378,7 +292,3 @@ def _recovered(metric: str, dense: float | None, pruned: float) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}%"
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"

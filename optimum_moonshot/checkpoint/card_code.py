@@ -94,7 +94,7 @@ def pruning_code(report: PruneReport, source: str | None, architecture: str, nam
     else:
         pruner = [f"pruner = MoonshotPruner.from_pretrained({literal(source)}, config)"]
     lines = ["from optimum_moonshot import MoonshotConfig, MoonshotPruner", "", *lines, config, *pruner]
-    if report.rotation is not None and report.config.get("rotation") is None:
+    if report.rotation is not None and report.config["rotation"] is None:
         lines.append(_call("pruner.rotate", *data))
     if report.shrink is None:
         lines.append(_call("pruner.prune", *data))

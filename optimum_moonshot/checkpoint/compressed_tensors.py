@@ -21,14 +21,16 @@ from ..model.layer_kinds import expert_parameters
 from ..objective.grid import Grid
 from ..objective.linalg import CPU_BYTES, slices_within
 from ..packing import Quantized
+from .folder import Checkpoint
 from .packed_files import pruned_layers, rewrite
-from .weight_files import EXPORT, Checkpoint, Layers, Tensors, read_header
+from .weight_files import EXPORT, Layers, Tensors, read_header
 from .weight_names import merged_weights, parameter_names
 
 _BITS = (8, 4)
 # vLLM's kernels for GPUs support groups of 128, 64 and 32 inputs; larger groups are written as several equal ones.
 _LARGEST, _SMALLEST = 128, 32
 _WEIGHT = ".weight"
+WORDS, BESIDE = "_packed", ("_scale", "_shape")  # suffixes of the tensors of a weight
 _log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in the files, by name
@@ -104,7 +106,8 @@ class Export:
                 codes = codes[:, ::2] | codes[:, 1::2] << 4
             words[rows] = codes.contiguous().view(torch.int32)
         scale = scale.repeat_interleave(grid.group // group, 1)[:, : d_in // group].contiguous()
-        return {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+        tensors = (words, scale, torch.tensor(weight.shape))
+        return {name + suffix: tensor for suffix, tensor in zip((WORDS, *BESIDE), tensors, strict=True)}
 
     def config_entry(self) -> dict[str, Any]:
         """`quantization_config`; without a `sparsity_config` for the zeros, which vLLM refuses."""
@@ -153,6 +156,17 @@ def _weights(model: nn.Module, shapes: Shapes, grids: Mapping[str, Grid]) -> dic
             reason = f"its {shape[1]} inputs are not a multiple of {_SMALLEST}"
         weights[stored] = _Weight(layer, expert, shape[1], grids.get(parameter), reason)
     return weights
+
+
+def unpack_words(tensors: Tensors) -> tuple[Tensor, int]:
+    """A weight [d_out, d_in] and its bits, from its tensors by suffix; the inverse of `Export.pack`."""
+    words, scale, shape = (tensors[suffix] for suffix in (WORDS, *BESIDE))
+    d_out, d_in = shape.tolist()
+    bits, rest = divmod(32 * words.shape[1], d_in)
+    supported = words.dtype == torch.int32 and bits in _BITS and rest == 0 and d_in % scale.shape[1] == 0
+    require(supported, f"it is stored as {list(words.shape)} words for {d_out}×{d_in} weights: not supported")
+    codes = (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32) & 2**bits - 1) - 2 ** (bits - 1)
+    return codes.flatten(1) * scale.repeat_interleave(d_in // scale.shape[1], 1), bits
 
 
 def quantized_grids(model: nn.Module) -> dict[str, Grid]:

@@ -1,6 +1,7 @@
 """Load a pruned checkpoint after integrity checks, dense or packed in memory."""
 
 import os
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from ..model.offload import guard_source
 from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from .file_integrity import Request, check_complete, check_files, check_no_other_weights, requested
-from .hub import HUB_OPTIONS, local_folder
+from .folder import Checkpoint, check_complete
+from .hub import HUB_OPTIONS
 from .in_memory import to_runtime
 from .pretrained import model_class, read_model_config
-from .weight_files import EXPORT, RUNTIMES, Checkpoint
+from .weight_files import EXPORT, RUNTIMES, MoonshotPrunedCheckpoint
 from .weight_names import loaded_into
 
 # These would load unverified files, or return something other than a model.
@@ -58,18 +59,22 @@ def load_pruned(
     check_choice("inputs", inputs, INPUTS)
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
-    folder = local_folder(name_or_path, **hub)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint.find(name_or_path, **hub)
+    folder = checkpoint.folder
     supported = checkpoint.format != EXPORT or runtime == "dense"
     hint = 'use runtime="dense", or give the dense or the packed checkpoint'
     require(supported, f"not for a {EXPORT} checkpoint", field="runtime", value=runtime, hint=hint)
-    check_files(checkpoint)
-    check_no_other_weights(checkpoint)
+    checkpoint.check_files()
+    checkpoint.check_no_other_weights()
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    with requested(Request(runtime, frozenset(map(os.path.abspath, checkpoint.files)), inputs)):
-        model, info = _load(model_class(config), folder, config=config, **model_kwargs)
+    given = model_kwargs.get("quantization_config")
+    if isinstance(given, MoonshotPrunedCheckpoint) or (given is None and checkpoint.packed):
+        choice = MoonshotPrunedCheckpoint(runtime, getattr(given, "dequantize", False), inputs)
+        choice.verified = frozenset(map(os.path.abspath, checkpoint.files))
+        model_kwargs["quantization_config"] = choice if checkpoint.packed else None
+    model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     guard_source(model)
     if not checkpoint.packed:
@@ -91,7 +96,9 @@ def _check_options(name_or_path: str | os.PathLike[str], model_kwargs: dict[str,
 def _load(cls: type[Any], folder: Path, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Call `from_pretrained`, with `MoonshotError` for any error: a damaged config.json can cause all kinds."""
     try:
-        return cls.from_pretrained(folder, output_loading_info=True, use_safetensors=True, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")
+            return cls.from_pretrained(folder, output_loading_info=True, use_safetensors=True, **options)
     except (MoonshotError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:

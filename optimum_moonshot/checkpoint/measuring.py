@@ -1,19 +1,25 @@
-"""Compare the weights of a model to save with the report of its run: training may have changed them since."""
+"""Correct the report of a run: weights may have changed since, and measurements are added to a saved model's."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import MoonshotError
+from ..errors import MoonshotError, check_path, require
+from ..files import writing
 from ..model.layers import by_visit
 from ..objective.grid import DTYPES
 from ..packing import PackedLayer, Quantized
-from ..reports.prune_report import PruneReport, mean_over_weights
+from ..reports.measurement import Measured
+from ..reports.prune_report import REPORT_NAME, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
+from .card import Facts, update_evaluations
+from .folder import Checkpoint
 from .packed_files import packed_weights, pruned_layers
 
 
@@ -93,3 +99,29 @@ def _is_on_grid(entry: PackedLayer, weight: Tensor) -> bool:
     except MoonshotError:
         return False
     return True
+
+
+def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
+    """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
+
+    Returns whether the card was changed: a foreign card is not. `MoonshotError` for a folder without a report, or two
+    results that were measured in different ways.
+    """
+    check_path("folder", folder)
+    folder = Path(folder)
+    report = saved_report(folder)
+    report.record(pruned, dense)
+    facts = Facts.read(folder, None, Checkpoint(folder).format)
+    with writing("folder", folder):
+        report.save(folder)
+        if facts is not None:
+            update_evaluations(folder, report, facts)
+    return facts is not None
+
+
+def saved_report(folder: Path) -> PruneReport:
+    """The report of a saved model; `MoonshotError` if there is none, or it is damaged."""
+    exists = (folder / REPORT_NAME).is_file()
+    hint = "give the folder of a model that this package pruned and saved"
+    require(exists, f"{folder} has no {REPORT_NAME}", hint=hint)
+    return PruneReport.load(folder)

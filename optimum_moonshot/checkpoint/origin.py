@@ -5,8 +5,8 @@ Weights for which a class has no modules (`mtp.*` of Qwen3-Next, layer 61 of Dee
 programs predict several tokens with them.
 
 The files that are not weights (pooling, feature extractors, licences, code, chat templates) are copied, so that a new
-folder works wherever the source did. Weights in any format, folders of training runs, large files, special files and
-links to files outside the folder are not; a log message names the files that a user could miss.
+folder works wherever the source did. Weights in any format, folders of training runs, large files, special files, links
+to folders and links to files outside the folder are not; a log message names the files that a user could miss.
 """
 
 import logging
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -32,8 +32,9 @@ from ..reports.plots import PLOT_NAME
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport
+from .folder import Checkpoint
 from .hub import HUB_OPTIONS, download_others
-from .weight_files import Checkpoint, StoredTensors, new_names, read_header, read_tensors, write_json
+from .weight_files import StoredTensors, new_names, read_header, read_tensors, write_json
 from .weight_names import target_names
 
 # The report of a run; without pruned layers, of a rotation or of a smaller vocabulary.
@@ -268,21 +269,16 @@ class SideFiles:
         source, options = self.source
         if not isinstance(source, str | os.PathLike) or not source:
             return
-
-        without = _OF_SOURCE | self.replaced
+        without, subfolder = _OF_SOURCE | self.replaced, options.get("subfolder", "")
 
         def wanted(name: str, size: int) -> bool:
-            path = PurePosixPath(name)
-            in_run = any(_RUN_FOLDER.fullmatch(part) for part in path.parts)
-            copied = not in_run and not _is_model(path) and name not in without and size <= LARGEST
-            return copied and not (folder / name).exists()
+            return size <= LARGEST and _is_beside(name, without) and not (folder / name).exists()
 
-        subfolder = options.get("subfolder", "")
         if os.path.isdir(source):
-            local: Path | None = Path(source, subfolder)
-        else:
-            hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-            local = download_others(source, wanted, subfolder, **hub)
+            copy_side_files(Path(source, subfolder), folder, without)
+            return
+        hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+        local = download_others(source, wanted, subfolder, **hub)
         if local is not None:
             copy_side_files(local, folder, without)
 
@@ -291,46 +287,49 @@ def copy_side_files(source: Path, target: Path, without: Collection[str] = ()) -
     """Copy all files of a checkpoint except its weights and files that the target already has.
 
     Args:
-        source: its folder; links may lead to other files in it, or to the Hub's cache.
+        source: its folder; links to files may lead to others in it, or to the Hub's cache.
         target: an existing folder, which may be in the source.
         without: names of further files at the top that are not copied.
     """
-    left_out: list[str] = []
-    for name, path in _files(source, target, left_out):
-        copy = target / name
-        if name not in without and not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+    left_out, without, inside = list[str](), {*without, *_indexed(source)}, os.path.realpath(target) + os.sep
+    for folder, folders, files in os.walk(source):
+        for path in [Path(folder, name) for name in sorted(folders)]:
+            if path.is_symlink() and not path.name.startswith("."):
+                left_out.append(f"{path.relative_to(source).as_posix()} (a link to a folder)")
+            if path.is_symlink() or _is_run(path) or inside.startswith(os.path.realpath(path) + os.sep):
+                folders.remove(path.name)
+        for path in [Path(folder, name) for name in sorted(files)]:
+            name = path.relative_to(source).as_posix()
+            if not _is_beside(name, without):
+                continue
+            if why := _obstacle(path, source):
+                left_out.append(f"{name} ({why})")
+            elif not (target / name).exists():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target / name)
     if left_out:
         more = f", and {len(left_out) - 8} others" if len(left_out) > 8 else ""
         _log.warning("not copied from %s: %s%s", source, ", ".join(left_out[:8]), more)
 
 
-def _files(source: Path, target: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
-    """The files to copy with their names relative to the source; add the others to `left_out`, with the reason."""
-    root, inside, weights = Path(os.path.realpath(source)), os.path.realpath(target), _indexed(source)
-    followed, open_folders = {str(root)}, [source]  # one link leads to each folder, so that loops end
-    for folder in open_folders:  # grows: nearest folders first
-        for path in sorted(folder.iterdir()):
-            name, real = path.relative_to(source).as_posix(), os.path.realpath(path)
-            if path.name.startswith(".") or _is_model(PurePosixPath(name)) or name in weights:
-                continue
-            if path.is_symlink() and not _stays(Path(real), root):
-                left_out.append(f"{name} (a link to a file outside the folder)")
-            elif path.is_dir():
-                if path.is_symlink() and real in followed:
-                    left_out.append(f"{name} (another link to the same folder)")
-                elif not _is_run(path) and not (inside + os.sep).startswith(real + os.sep):
-                    open_folders.append(path)
-                    followed.update([real] if path.is_symlink() else [])
-            elif why := _obstacle(path):
-                left_out.append(f"{name} ({why})")
-            else:
-                yield name, path
+def _is_beside(name: str, without: Collection[str]) -> bool:
+    """Whether a relative path is that of a file beside the weights, neither of a model nor of a training run."""
+    path = PurePosixPath(name)
+    whole_model = len(path.parts) == 1 and (is_weights(Path(path)) or _TORCH.search(path.name) is not None)
+    of_model = whole_model or _FOREIGN.search(path.name) is not None or path.name.endswith(UNFINISHED)
+    return not of_model and not any(map(_RUN_FOLDER.fullmatch, path.parts)) and name not in without
 
 
-def _obstacle(path: Path) -> str:
+def _is_run(folder: Path) -> bool:
+    return _RUN_FOLDER.fullmatch(folder.name) is not None or any((folder / name).exists() for name in _RUN_FILES)
+
+
+def _obstacle(path: Path, source: Path) -> str:
     """Why a file cannot be copied, or should not; empty if it can."""
+    root, real = Path(os.path.realpath(source)), Path(os.path.realpath(path))
+    caches = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]  # of the Hub
+    if path.is_symlink() and not real.is_relative_to(root) and real.parent not in caches:
+        return "a link to a file outside the folder"
     try:
         status = path.stat()
     except OSError as error:
@@ -340,24 +339,6 @@ def _obstacle(path: Path) -> str:
     if status.st_size > LARGEST:
         return f"{status.st_size / 2**20:.0f} MiB"
     return "" if os.access(path, os.R_OK) else "not readable"
-
-
-def _is_model(path: PurePosixPath) -> bool:
-    """Whether a relative path is a file of the whole model, in any format, or an unfinished file."""
-    top = len(path.parts) == 1
-    of_model = top and (is_weights(Path(path)) or _TORCH.search(path.name) is not None)
-    return of_model or _FOREIGN.search(path.name) is not None or path.name.endswith(UNFINISHED)
-
-
-def _is_run(folder: Path) -> bool:
-    run = _RUN_FOLDER.fullmatch(folder.name) is not None
-    return run or any((folder / name).exists() for name in _RUN_FILES)
-
-
-def _stays(real: Path, root: Path) -> bool:
-    """Whether the target of a link is in the folder, or in the blobs of the Hub's cache that the folder belongs to."""
-    caches = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
-    return real.is_relative_to(root) or any(real.parent == blobs for blobs in caches)
 
 
 def _indexed(folder: Path) -> set[str]:

@@ -32,10 +32,10 @@ from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
 from ..packing import PackedLayer, Quantized
 from ..progress import progress_bar, without_transformers_bars
 from ..reports.record import PruningRecord
+from .folder import Checkpoint
 from .weight_files import (
     EXPLICIT,
     METHOD,
-    Checkpoint,
     Description,
     Layers,
     StoredTensors,
@@ -165,7 +165,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
 
 
 def unpack_files(source: Path, target: Path) -> None:
-    """Unpack files that passed `check_files` into another folder; the inverse of `pack_files`."""
+    """Unpack files that passed `Checkpoint.check_files` into another folder; the inverse of `pack_files`."""
 
     def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name, layer in layers.items():

@@ -22,10 +22,10 @@ from ..files import temporary_folder, writing
 from ..model.layers import find_blocks
 from ..model.model_info import load_processor, load_tokenizer
 from ..model.offload import detach_from_files
-from .file_integrity import check_complete
+from .folder import Checkpoint, check_complete
 from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, HUB_OPTIONS, find_checkpoint, refuse_adapter, repository
 from .origin import Source, remember_source
-from .weight_files import METHOD, Checkpoint
+from .weight_files import METHOD
 
 PLACES = ("disk", "cpu")  # of offloaded blocks: the checkpoint's files, or host memory
 

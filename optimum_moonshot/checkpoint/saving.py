@@ -8,110 +8,126 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor, nn
 
 from ..distributed.ranks import on_main_process
 from ..errors import MoonshotError, check_choice, check_path, reason, require
-from ..files import replace_file, staged, writing
+from ..files import replace_file, staged
 from ..model.offload import check_not_source
 from ..model.weights import is_offloaded
-from ..reports.prune_report import REPORT_NAME, PruneReport
+from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
-from .card import Facts, render_unpruned, update_evaluations, write_card
+from .card import Facts, render_unpruned, write_card
 from .compressed_tensors import export_files, quantized_grids
 from .hub import open_repository, upload
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
 from .origin import Origin, SavedReport, clear_prediction_layers, copy_weights
 from .packed_files import FORMATS, check_reloads, pack_files, save_streamed, shard_bytes
-from .weight_files import EXPORT, Checkpoint
-
-if TYPE_CHECKING:
-    from ..reports.measurement import Measured
+from .weight_files import EXPORT
 
 
-def save_model(
-    model: nn.Module,
-    processors: Iterable[Any],
-    report: SavedReport,
-    directory: str | os.PathLike[str],
-    format: str | None,
-    origin: Origin,
-    options: dict[str, Any],
-) -> None:
-    """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
+@dataclass(frozen=True)
+class Saving:
+    """A model to save with its tokenizer or processor, report and card.
 
     A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is the one
     in memory; a model that is only rotated is dense. Weights that exist only in the files of the `origin` are copied.
     Report and configuration describe the current weights, with a note if training has changed them. `options` are for
-    the model's `save_pretrained`. `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
+    the model's `save_pretrained`.
     """
-    on_main_process(lambda: _save(model, processors, report, directory, format, None, origin, options))
 
+    model: nn.Module
+    processors: Iterable[Any]
+    report: SavedReport
+    format: str | None
+    origin: Origin
+    options: dict[str, Any]
 
-def publish_model(
-    model: nn.Module,
-    processors: Iterable[Any],
-    report: SavedReport,
-    repo_id: str,
-    format: str | None,
-    origin: Origin,
-    options: dict[str, Any],
-    *,
-    private: bool | None,
-    token: str | bool | None,
-    exist_ok: bool,
-    commit_message: str | None,
-) -> str:
-    """Upload the files of `save_model` to the Hub in one commit, and return its URL."""
-    format = _check_saving(model, report, format, options)
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write a folder, where the files appear all at once; the first of several processes writes.
 
-    def upload_model() -> str:
-        full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
-        with tempfile.TemporaryDirectory() as folder:
-            _save(model, processors, report, folder, format, full, origin, options)
-            return upload(folder, full, token=token, commit_message=commit_message)
+        `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
+        """
+        on_main_process(lambda: self._save(directory, None))
 
-    return on_main_process(upload_model)
+    def publish(self, repo_id: str, commit_message: str | None, token: str | bool | None, **repository: Any) -> str:
+        """Upload the files to the Hub in one commit, and return its URL; `repository`: see `open_repository`."""
+        self._check_format()
 
+        def upload_model() -> str:
+            full = open_repository(repo_id, token=token, **repository)
+            with tempfile.TemporaryDirectory() as folder:
+                self._save(folder, full)
+                return upload(folder, full, token=token, commit_message=commit_message)
 
-def _save(
-    model: nn.Module,
-    processors: Iterable[Any],
-    report: SavedReport,
-    directory: str | os.PathLike[str],
-    format: str | None,
-    name: str | None,
-    origin: Origin,
-    options: dict[str, Any],
-) -> None:
-    """Save in this process; the title of the card is `name`, by default the folder's name."""
-    format = _check_saving(model, report, format, options)
-    plain = not hasattr(model, "save_pretrained")
-    if not isinstance(report, PruneReport):
-        require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
-    check_path("directory", directory)
-    check_not_source(model, directory, "directory")
-    with ExitStack() as stack:
-        staging = stack.enter_context(staged("directory", directory))
-        stack.enter_context(to_save(model))
-        if isinstance(report, PruneReport) and not plain:
-            report = stack.enter_context(declared_as_measured(model, report, grids=format == "dense"))
-        if plain:
-            safetensors.torch.save_model(model, str(staging / "model.safetensors"))
-        else:
-            _write_model(model, staging, format, origin, report, **options)
-        _save_processors(processors, staging)
-        report.save(staging)
-        name = name or Path(directory).resolve().name
+        return on_main_process(upload_model)
+
+    def _save(self, directory: str | os.PathLike[str], name: str | None) -> None:
+        """Save in this process; the title of the card is `name`, by default the folder's name."""
+        model, report, format = self.model, self.report, self._check_format()
+        plain = not hasattr(model, "save_pretrained")
         if not isinstance(report, PruneReport):
-            replace_file(staging / "README.md", str(render_unpruned(model, report, name)))
-        elif not plain:
-            write_card(staging, report, Facts.gather(model, name, format))
+            require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
+        check_path("directory", directory)
+        check_not_source(model, directory, "directory")
+        with ExitStack() as stack:
+            staging = stack.enter_context(staged("directory", directory))
+            stack.enter_context(to_save(model))
+            if isinstance(report, PruneReport) and not plain:
+                report = stack.enter_context(declared_as_measured(model, report, grids=format == "dense"))
+            if plain:
+                safetensors.torch.save_model(model, str(staging / "model.safetensors"))
+            else:
+                _write_model(model, staging, format, self.origin, report, **self.options)
+            _save_processors(self.processors, staging)
+            report.save(staging)
+            name = name or Path(directory).resolve().name
+            if not isinstance(report, PruneReport):
+                replace_file(staging / "README.md", str(render_unpruned(model, report, name)))
+            elif not plain:
+                write_card(staging, report, Facts.gather(model, name, format))
+
+    def _check_format(self) -> str:
+        """Check the options, and return the format."""
+        model, format = self.model, self.format
+        if not isinstance(self.report, PruneReport) and PruningRecord.of(model) is None:
+            message = "the model has no zeros to pack; prune it first"
+            require(format in (None, "dense"), message, field="format", value=format)
+            format = "dense"
+        format = format or ("packed" if is_packed(model) else "dense")
+        check_choice("format", format, (*FORMATS, EXPORT))
+        plain = not hasattr(model, "save_pretrained")
+        message = f"{type(model).__name__} is not a PreTrainedModel"
+        require(not plain or format == "dense", message, field="format", value=format, hint='use "dense"')
+        if format == EXPORT:
+            with to_save(model):
+                quantized_grids(model)
+        _check_options(type(model), self.options, format)
+        return format
+
+
+def _check_options(cls: Any, options: Mapping[str, Any], format: str) -> None:
+    """Check the options for `save_pretrained` of a class, which a plain module does not have."""
+    supported = inspect.signature(cls.save_pretrained).parameters if hasattr(cls, "save_pretrained") else ()
+    for name, value in options.items():
+        require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
+        require(name != "is_main_process", "call it in one process, which writes everything", field=name)
+        require(name in supported, f"{cls.__name__}.save_pretrained has no such option", field=name, value=value)
+        if name == "max_shard_size":
+            shard_bytes(value)
+        tensors = isinstance(value, Mapping) and all(isinstance(weight, Tensor) for weight in value.values())
+        weights = name != "state_dict" or value is None or tensors
+        require(weights, "give the weights by their names", field=name, value=value)
+        suffix = name != "variant" or value is None or (isinstance(value, str) and Path(value).name == value)
+        require(suffix, 'give a name such as "fp16"', field=name, value=value)
+        without = name != "variant" or format == "dense"
+        require(without, "a packed checkpoint has no variants", field=name, value=value)
 
 
 def _write_model(model: Any, folder: Path, format: str, origin: Origin, report: SavedReport, **options: Any) -> None:
@@ -156,62 +172,3 @@ def _save_processors(processors: Iterable[Any], folder: Path) -> None:
             if type(error) is not Exception:
                 raise
             raise OSError(reason(error)) from error
-
-
-def _check_saving(model: nn.Module, report: SavedReport, format: str | None, options: dict[str, Any]) -> str:
-    """Check the format and the options of `save_model`; return the format."""
-    if not isinstance(report, PruneReport) and PruningRecord.of(model) is None:
-        message = "the model has no zeros to pack; prune it first"
-        require(format in (None, "dense"), message, field="format", value=format)
-        format = "dense"
-    format = format or ("packed" if is_packed(model) else "dense")
-    check_choice("format", format, (*FORMATS, EXPORT))
-    cls: Any = type(model)
-    plain = not hasattr(model, "save_pretrained")
-    if plain and format != "dense":
-        message = f"{cls.__name__} is not a PreTrainedModel"
-        raise MoonshotError(message, field="format", value=format, hint='use "dense"')
-    if format == EXPORT:
-        with to_save(model):
-            quantized_grids(model)
-    supported = () if plain else inspect.signature(cls.save_pretrained).parameters
-    for name, value in options.items():
-        require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
-        require(name != "is_main_process", "call it in one process, which writes everything", field=name)
-        require(name in supported, f"{cls.__name__}.save_pretrained has no such option", field=name, value=value)
-        if name == "max_shard_size":
-            shard_bytes(value)
-        tensors = isinstance(value, Mapping) and all(isinstance(weight, Tensor) for weight in value.values())
-        weights = name != "state_dict" or value is None or tensors
-        require(weights, "give the weights by their names", field=name, value=value)
-        suffix = name != "variant" or value is None or (isinstance(value, str) and Path(value).name == value)
-        require(suffix, 'give a name such as "fp16"', field=name, value=value)
-        without = name != "variant" or format == "dense"
-        require(without, "a packed checkpoint has no variants", field=name, value=value)
-    return format
-
-
-def record(folder: str | os.PathLike[str], pruned: "Measured", dense: "Measured | None" = None) -> bool:
-    """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
-
-    Returns whether the card was changed: a foreign card is not. `MoonshotError` for a folder without a report, or two
-    results that were measured in different ways.
-    """
-    check_path("folder", folder)
-    folder = Path(folder)
-    report = saved_report(folder)
-    report.record(pruned, dense)
-    facts = Facts.read(folder, None, Checkpoint(folder).format)
-    with writing("folder", folder):
-        report.save(folder)
-        if facts is not None:
-            update_evaluations(folder, report, facts)
-    return facts is not None
-
-
-def saved_report(folder: Path) -> PruneReport:
-    """The report of a saved model; `MoonshotError` if there is none, or it is damaged."""
-    exists = (folder / REPORT_NAME).is_file()
-    hint = "give the folder of a model that this package pruned and saved"
-    require(exists, f"{folder} has no {REPORT_NAME}", hint=hint)
-    return PruneReport.load(folder)

@@ -11,14 +11,12 @@ number of weight files (`files`), and the SHA-256 of this entry (`checksum`).
 """
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +26,6 @@ from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from ..errors import MoonshotError, check_choice, error_context, require
-from ..files import read_json
 from ..packing import INPUTS, PackedLayer, weight_of
 
 EXPORT = "compressed-tensors"  # the format for other readers, and `quant_method` in config.json
@@ -37,7 +34,6 @@ VERSION = 1
 RUNTIMES = ("dense", "packed", "auto")
 EXPLICIT = "transformers_weights"  # in config.json: a file that transformers reads instead of its usual ones
 PACKED_INDEX = "moonshot.safetensors.index.json"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors
 _FIELDS = {"layers": dict, "sha256": dict, "stored": dict, "files": int}
 
@@ -99,6 +95,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         contradiction = dequantize and runtime != "dense"
         require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)
         self.runtime, self.dequantize, self.inputs = runtime, dequantize, inputs
+        self.verified: frozenset[str] = frozenset()  # absolute paths of files that `load_pruned` has checked
 
     @classmethod
     def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
@@ -111,118 +108,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return the attributes that transformers copies to the configuration of config.json."""
-        return {"runtime": self.runtime, "dequantize": self.dequantize, "inputs": self.inputs}
-
-
-class Checkpoint:
-    """A folder with a checkpoint: its config.json, its weight files and their index, each read on first use.
-
-    Args:
-        folder: of the checkpoint.
-        packed: whether its weight files are packed; None: as config.json declares.
-    """
-
-    def __init__(self, folder: Path, packed: bool | None = None):
-        self.folder = folder
-        if packed is not None:
-            self.packed = packed
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The content of config.json; `MoonshotError` if it is missing or damaged."""
-        path = self.folder / "config.json"
-        require(path.is_file(), f"{self.folder} has no config.json", hint="give the folder of a checkpoint")
-        return read_json(path)
-
-    @property
-    def quant_method(self) -> str | None:
-        """The `quant_method` in config.json: `METHOD`, or another tool's; None without quantization_config."""
-        quantization = self.config.get("quantization_config")
-        return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else None
-
-    @cached_property
-    def packed(self) -> bool:
-        """Whether config.json declares a packed checkpoint; `MoonshotError` for a version that is not supported."""
-        if self.quant_method != METHOD:
-            return False
-        check_config_entry(self.config["quantization_config"])
-        return True
-
-    @property
-    def format(self) -> str:
-        """The format: "packed", `EXPORT`, or "dense", also for the formats of other tools; raises like `packed`."""
-        return "packed" if self.packed else EXPORT if self.quant_method == EXPORT else "dense"
-
-    @property
-    def index_path(self) -> Path:
-        """The path of the index, which a dense checkpoint with a single file does not have."""
-        return self.folder / (PACKED_INDEX if self.packed else _INDEX)
-
-    @cached_property
-    def index(self) -> dict[str, Any]:
-        """The content of the index; empty without one."""
-        return read_json(self.index_path) if self.index_path.exists() else {}
-
-    @cached_property
-    def weight_map(self) -> dict[str, str]:
-        """The file of every tensor, by the index; empty without one.
-
-        `MoonshotError` if the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
-        """
-        if not self.index_path.exists():
-            require(not self.packed, f"{self.index_path} is missing")
-            return {}
-        files = self.index.get("weight_map")
-        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-            raise MoonshotError(f"{self.index_path} is damaged: it has no weight_map")
-        for file in dict.fromkeys(files.values()):
-            inside = _is_inside(self.folder, file)
-            require(inside, f"{self.index_path} names {file!r}: weights must be in the folder of their index")
-        return files
-
-    def check_index(self) -> None:
-        """Raise `MoonshotError` if the index is damaged, or names a file that is missing."""
-        for name, file in self.weight_map.items():
-            require(os.path.isfile(self.folder / file), f"{self.folder}: {file} with {name} is missing")
-
-    @cached_property
-    def files(self) -> list[Path]:
-        """The safetensors files, in order; `MoonshotError` if any is missing, or the folder contains others."""
-        self.check_index()
-        folder, listed = self.folder, sorted(set(self.weight_map.values()))
-        if not self.packed:
-            single = (folder / _SINGLE).is_file()
-            if not listed and not single:
-                undeclared = "; its config.json has no quantization_config" if (folder / PACKED_INDEX).is_file() else ""
-                raise MoonshotError(f"{folder} has neither {_SINGLE} nor {_INDEX}{undeclared}")
-            if listed and single and listed != [_SINGLE]:
-                raise MoonshotError(
-                    f"{folder} has {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers "
-                    "would load the first and ignore the others",
-                    hint="remove the files that do not belong to the model",
-                )
-        return [folder / file for file in listed or [_SINGLE]]
-
-    def tensor_files(self) -> dict[str, Path]:
-        """The file of every tensor, also without an index; raises like `files`, and for a damaged file."""
-        if self.files and self.weight_map:
-            return {name: self.folder / file for name, file in self.weight_map.items()}
-        return {name: path for path in self.files for name in sorted(read_header(path).shapes)}
-
-    def open(self) -> "StoredTensors":
-        """Open all weight files."""
-        return StoredTensors(self.files)
-
-
-def _is_inside(folder: Path, file: str) -> bool:
-    """Whether a path in an index is inside its folder; links to files are allowed, as in the Hub's cache."""
-    windows = PureWindowsPath(file)
-    if not windows.parts or windows.anchor or PurePosixPath(file).is_absolute() or ".." in windows.parts:
-        return False
-    try:
-        return (folder / file).parent.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError):  # not a path
-        return False
+        return {**vars(self)}
 
 
 class StoredTensors(Mapping[str, Tensor]):

@@ -137,7 +137,7 @@ def evaluate(args: argparse.Namespace) -> None:
     elif comparison.get("win_rate") is not None:
         print(f"win rate    {comparison['win_rate']:.2%} against {args.baseline}")
     if args.record:
-        from ..checkpoint.saving import record
+        from ..checkpoint.measuring import record
 
         card = record(args.model, report, dense or of_dense)
         places = "the report and the model card" if card else "the report; the model card is not one of this package"
@@ -160,7 +160,7 @@ def _check_options(args: argparse.Namespace) -> None:
         expect(valid, "give a file in a folder", field="output", value=args.output)
     check_data("dataset", args.dataset)
     if args.record:
-        from ..checkpoint.saving import saved_report
+        from ..checkpoint.measuring import saved_report
         from ..data.sources import short_name
 
         with usage_errors("record"):

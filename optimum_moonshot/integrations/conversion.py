@@ -1,12 +1,12 @@
 """Unpacking of packed weights while a loader reads them: conversions for transformers, and a stream for vLLM.
 
-Checkpoints of mixtures on the Hub have one weight per expert; transformers' converters stack the weights to fused
-parameters, or rename them. Such a converter matches the weight, but not its packed tensors, and some releases mistake a
-packed tensor for the weight. So the tensors of a parameter are renamed to numbers, which match no converter of the
-model; one converter unpacks the tensors, then applies the model's own converter.
+transformers renames the weights of many models, and its converters stack the weights of experts to fused parameters.
+They match a weight, but not its packed tensors, and some releases mistake a packed tensor for the weight. So the
+tensors of a parameter are renamed to numbers, which match no converter of the model; one converter unpacks them, then
+applies the model's own converter. Weights are cast here: most releases of transformers do not cast a quantizer's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,55 +15,18 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key
 
 from ..checkpoint.weight_files import Layers, StoredTensors, Tensors
-from ..checkpoint.weight_names import Target, conversions_of, followed_names, merged_weights, parameter_names, renamed
+from ..checkpoint.weight_names import Target, conversions_of, merged_weights, renamed, target_names
 from ..errors import error_context, require
 from ..objective.patterns import NM, Unstructured
-from ..packing import Codec, PackedLayer, suffixes, weight_of
+from ..packing import Codec, PackedLayer, weight_of
 from ..packing.codec import Parts
 
-_NAME = "moonshot-expert"  # matches no pattern of a model
-
-
-class _Unpack(ConversionOps):
-    """Unpacks a weight in any format from its tensors."""
-
-    def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], last: str):
-        self.layers, self.dtypes, self.last = layers, dtypes, last
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Unpack":
-        """Return this object: transformers copies a converter for every tensor, and this operation is immutable."""
-        return self
-
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        name = kwargs["full_layer_name"]
-        tensors: Tensors = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        with error_context(name):
-            weight = self.layers[name].unpack(self.last, tensors)
-        return {self.last: weight.to(self.dtypes[name])}
-
-
-class Unpacking(WeightConverter):
-    """Unpacks every packed weight, except in modules that stay `packed` in memory.
-
-    The names in `layers` and `dtypes` are names in the model that end with `last`: "weight", or a parameter of fused
-    experts. Weights are cast here, because most releases of transformers do not cast the weights of a quantizer.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], packed: Iterable[str], last: str
-    ):
-        super().__init__([last + suffix for suffix in suffixes()], last, operations=[_Unpack(layers, dtypes, last)])
-        self.packed = frozenset(packed)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key.rpartition(".")[0] in self.packed:
-            return source_key, None
-        return super().rename_source_key(source_key)
+_NAME = "moonshot-weight"  # matches no pattern of a model
 
 
 @dataclass(frozen=True)
-class PackedExperts:
-    """The stored weights of every parameter that the model's converters build from at least one packed weight."""
+class PackedWeights:
+    """The stored weights of every parameter that is loaded from at least one packed weight."""
 
     layers: Layers  # the packed weights, by their names in the files
     parameters: Mapping[str, str]  # name in the files → parameter of the model, for all weights
@@ -72,33 +35,27 @@ class PackedExperts:
     stored: Mapping[str, Tensor]  # name in the files → tensor of these weights, on the meta device
 
     @classmethod
-    def find(cls, model: nn.Module, tensors: StoredTensors, fused: bool) -> "PackedExperts | None":
-        """Find the packed experts in a checkpoint, for a model on the meta device; None if there are none.
-
-        `fused` includes packed weights of three dimensions that no converter builds.
-        """
+    def find(cls, model: nn.Module, tensors: StoredTensors) -> "PackedWeights":
+        """Find the packed weights in a checkpoint, for a model on the meta device."""
         stored, layers = {name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
-        merged = merged_weights(model, dict.fromkeys(owners.values()))
-        parameters = parameter_names(model, layers) | {name: target.weight for name, target in merged.items()}
-        followed = {name for name in followed_names(model, layers) if not (fused and len(layers[name].shape) == 3)}
-        packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed}
+        parameters = target_names(model, dict.fromkeys(owners.values()))
+        packed = {parameters[name] for name in layers}
         selected = {name: parameter for name, parameter in parameters.items() if parameter in packed}
         stored = {name: stored[name] for name, owner in owners.items() if owner in selected}
         keys = {key: owners[name] for name, key in renamed(model, stored).items()}
-        layers = {name: layer for name, layer in layers.items() if name in selected}
-        return cls(layers, selected, merged, keys, stored) if layers else None
+        return cls(layers, selected, merged_weights(model, selected), keys, stored)
 
     def stacks(self, model: nn.Module) -> dict[str, "StoredWeight"]:
         """Return the fused weights of experts, by name in the model."""
         sources: dict[str, list[str]] = {}
         for name, parameter in self.parameters.items():
             sources.setdefault(parameter, []).append(name)
-        shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in sources}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return {
             parameter: self._stack(names, shapes[parameter])
             for parameter, names in sources.items()
-            if len(shapes[parameter]) == 3
+            if len(shapes.get(parameter, ())) == 3
         }
 
     def _stack(self, names: list[str], shape: tuple[int, ...]) -> "StoredWeight":
@@ -112,21 +69,24 @@ class PackedExperts:
         obstacle = "its experts are stored in several formats" if mixed else None
         return StoredWeight(replace(entries[0], shape=shape, pattern=pattern), empty, tensors, obstacle)
 
-    def conversions(self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]) -> list[Any]:
+    def conversions(
+        self, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str], others: Collection[str]
+    ) -> list[Any]:
         """Return the conversions to add to the model's own.
 
         Args:
             dtypes: name in the model → dtype, for all loaded tensors.
             stacked: parameter that stays packed → `StoredWeight.target`.
+            others: parameters whose packed tensors are loaded as they are.
         """
-        numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
-        parameters = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
-        targets = {number: stacked.get(parameter, parameter) for number, parameter in parameters.items()}
-        return [_Numbering(numbers), _Fusing(targets, _Fuse(self, dtypes, stacked))]
+        keys = {key: self.parameters[owner] for key, owner in self.keys.items()}
+        numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(keys) if keys[key] not in others}
+        targets = {number: stacked.get(keys[key], keys[key]) for key, number in numbers.items()}
+        return [_Numbering(numbers), _Unpacking(targets, _Unpack(self, dtypes, stacked))]
 
     def restore(self, model: Any) -> None:
         """Restore the conversions of a loaded model, so that saving reverses them."""
-        others = [entry for entry in model._weight_conversions if not isinstance(entry, _Numbering | _Fusing)]
+        others = [entry for entry in model._weight_conversions if not isinstance(entry, _Numbering | _Unpacking)]
         model._weight_conversions = conversions_of(model, self.parameters, others)
 
 
@@ -141,16 +101,16 @@ class _Numbering(WeightRenaming):
         return self.numbers.get(source_key, source_key), None
 
 
-class _Fusing(WeightConverter):
+class _Unpacking(WeightConverter):
     """Collects all tensors of a parameter by their names in the files."""
 
-    def __init__(self, targets: Mapping[str, str], operation: "_Fuse"):
+    def __init__(self, targets: Mapping[str, str], operation: "_Unpack"):
         super().__init__(_NAME, _NAME, operations=[operation])
-        self.targets, self.fuse = targets, operation
+        self.targets, self.unpack = targets, operation
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Unpacking":
         """Return a converter that shares the operation: transformers copies a converter for every tensor."""
-        return _Fusing(self.targets, self.fuse)
+        return _Unpacking(self.targets, self.unpack)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         target = self.targets.get(source_key)
@@ -197,17 +157,17 @@ class _Packed(NamedTuple):
     shape: tuple[int, int]  # d_out, d_in
 
 
-class _Fuse(ConversionOps):
+class _Unpack(ConversionOps):
     """Builds a parameter, or the packed stack of its matrices, from its tensors by name in the files."""
 
-    def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
-        self.experts, self.dtypes = experts, dtypes
+    def __init__(self, weights: PackedWeights, dtypes: Mapping[str, torch.dtype], stacked: Mapping[str, str]):
+        self.weights, self.dtypes = weights, dtypes
         self.targets, self.stacked = stacked, {target: parameter for parameter, target in stacked.items()}
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         target, model = kwargs["full_layer_name"], kwargs["model"]
         tensors: Tensors = {name: parts[0] for name, parts in input_dict.items()}
-        layers = self.experts.layers
+        layers = self.weights.layers
         names = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
         order, config = sorted(names, key=dot_natural_key), kwargs["config"]
         if target not in self.stacked:
@@ -230,7 +190,7 @@ class _Fuse(ConversionOps):
         self, dtype: torch.dtype, shape: Sequence[int], config: Any, order: list[str], tensors: Tensors
     ) -> Tensor:
         """Return the dense parameter of a shape, through the model's own converter if there is one."""
-        layers, merged = self.experts.layers, self.experts.merged
+        layers, merged = self.weights.layers, self.weights.merged
         weights: Tensors = {}
         for name in order:
             with error_context(name):
@@ -248,7 +208,7 @@ class _Fuse(ConversionOps):
 
         If the model's converter does not preserve rows, all weights of the parameter are dense at once.
         """
-        layers, merged, transposed = self.experts.layers, self.experts.merged, mixture.is_transposed
+        layers, merged, transposed = self.weights.layers, self.weights.merged, mixture.is_transposed
         codec = next(layers[name].codec for name in order if name in layers)
         shapes = {name: layers[name].shape if name in layers else tuple(tensors[name].shape) for name in order}
         converter, shape, rows = merged.get(order[0]), mixture.origin.get_parameter(key).shape, None

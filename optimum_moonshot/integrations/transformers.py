@@ -16,20 +16,19 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
-from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, Checkpoint, MoonshotPrunedCheckpoint, StoredTensors
+from ..checkpoint.folder import Checkpoint, check_complete, checksums_wanted
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, MoonshotPrunedCheckpoint, StoredTensors
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import error_context, require
 from ..model.layer_kinds import find_layer
-from ..packing import INPUTS, PackedLayer
 from ..reports.record import PruningRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .conversion import PackedExperts, StoredWeight
+    from .conversion import PackedWeights, StoredWeight
 
 _WEIGHT = ".weight"
 
@@ -44,20 +43,11 @@ class MoonshotQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MoonshotPrunedCheckpoint | MoonshotConfig, **kwargs: Any):
         super().__init__(cast(QuantizationConfigMixin, quantization_config), **kwargs)
-        self.request = current_request()
-        self.pruning: MoonshotConfig | None = None
-        self.runtime, self.inputs = "dense", INPUTS[0]
-        if isinstance(quantization_config, MoonshotConfig):
-            self.pruning = quantization_config
-        else:
-            self.runtime = self.request.runtime or quantization_config.runtime
-            self.inputs = self.request.inputs or quantization_config.inputs
-            contradiction = quantization_config.dequantize and self.runtime != "dense"
-            require(not contradiction, f"it contradicts runtime={self.runtime!r}", field="dequantize", value=True)
+        self.pruning = quantization_config if isinstance(quantization_config, MoonshotConfig) else None
+        choice = MoonshotPrunedCheckpoint() if isinstance(quantization_config, MoonshotConfig) else quantization_config
+        self.runtime, self.inputs, self.verified = choice.runtime, choice.inputs, choice.verified
         self.processors: tuple[Any, Any] = (None, None)
-        self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
-        self.experts: PackedExperts | None = None  # packed weights that the model's converters stack or rename
-        self.prefix = ""  # of the base model's weight names in a model with a head
+        self.weights: PackedWeights | None = None  # of the files
         self.staying: list[str] = []  # modules and fused weights that stay packed in memory
         self.stacked: dict[str, str] = {}  # fused weight that stays packed → `StoredWeight.target`
         self.resized: set[str] = set()  # packed tensors of `stacked`; their sizes depend on the files
@@ -100,7 +90,7 @@ class MoonshotQuantizer(HfQuantizer):
     ) -> None:
         # Imported late: these import transformers' loader, which imports the quantizers.
         from ..checkpoint.runtime_choice import DENSE
-        from .conversion import PackedExperts
+        from .conversion import PackedWeights
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
         if self.pruning is not None:
@@ -109,16 +99,14 @@ class MoonshotQuantizer(HfQuantizer):
             PruningRecord.require_of(model)
         else:
             self._verify(checkpoint_files or [])
-            self.prefix = model.base_model_prefix
             names = model.config.architectures
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
             packing = self.runtime in ("packed", "auto")
             with StoredTensors(checkpoint_files or []) as tensors:
                 weights = _packed_weights(model, tensors)
-                self.experts = PackedExperts.find(model, tensors, packing)
-            stacks = {} if self.experts is None or not packing else self.experts.stacks(model)
-            self.packed = {name: weight.layer for name, weight in weights.items() if name not in stacks}
+                self.weights = PackedWeights.find(model, tensors)
+            stacks = self.weights.stacks(model) if packing else {}
             if packing:
                 self.chosen = _keep_packed(model, {**weights, **stacks}, self.runtime, device_map, self.inputs)
                 self.staying = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
@@ -134,7 +122,6 @@ class MoonshotQuantizer(HfQuantizer):
 
         from ..checkpoint.in_memory import initialize_buffers, set_runtime, to_runtime
         from ..pruner import MoonshotPruner
-        from .conversion import Unpacking
 
         model.config.__dict__.pop(EXPLICIT, None)
         self.sharding.remove()
@@ -144,10 +131,8 @@ class MoonshotQuantizer(HfQuantizer):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in self.dtypes:
                 tensor.data = tensor.data.to(self.dtypes[name])
-        # Saving would reverse these conversions, although the saved weights are dense.
-        model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
-        if self.experts is not None:
-            self.experts.restore(model)
+        if self.weights is not None:
+            self.weights.restore(model)
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -165,12 +150,12 @@ class MoonshotQuantizer(HfQuantizer):
     def _verify(self, files: Sequence[str]) -> None:
         """Verify that transformers loads the files of the index, unless `load_pruned` has verified them."""
         paths = {os.path.abspath(path) for path in files}
-        if paths <= self.request.verified:
+        if paths <= self.verified:
             return
         folder = Path(files[0]).parent
         checkpoint = Checkpoint(folder, packed=True)
         with torch.device("cpu"):  # transformers calls this inside its "meta" device context
-            check_files(checkpoint, checksums_wanted())
+            checkpoint.check_files(checksums_wanted())
         others = paths.symmetric_difference(map(os.path.abspath, checkpoint.files))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
@@ -196,17 +181,10 @@ class MoonshotQuantizer(HfQuantizer):
         `serialized_names` and `get_load_operations` of transformers ≥ 5.23 do not suffice: their operation receives
         only the suffixes of the tensors, but the format of a matrix is stored under its full name in the files.
         """
-        from .conversion import Unpacking
-
-        if not self.pre_quantized:
+        if self.weights is None:
             return []
-        lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        # transformers adds or removes the prefix of the base model after the conversions.
-        prefix = f"{self.prefix}."
-        staying = {*self.staying, *(prefix + name for name in self.staying)}
-        staying |= {name.removeprefix(prefix) for name in self.staying}
-        conversions = [Unpacking(self.packed, self.dtypes, staying, last) for last in lasts]
-        return [*conversions, *(self.experts.conversions(self.dtypes, self.stacked) if self.experts else ())]
+        others = [f"{name}{_WEIGHT}" for name in self.staying if name not in self.stacked]
+        return self.weights.conversions(self.dtypes, self.stacked, others)
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
         """Whether a tensor may have any shape; transformers calls this for nothing else in a quantized checkpoint."""

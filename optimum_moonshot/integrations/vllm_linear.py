@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.model_loader.weight_utils import download_safetensors_index_file_from_hf
 
-from ..checkpoint.file_integrity import check_files, checksums_wanted
-from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Checkpoint, Layers, described_layers, read_header
+from ..checkpoint.folder import Checkpoint, checksums_wanted
+from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_layers, read_header
 from ..devices import trim_host_memory
 from ..errors import MoonshotError, error_context, require
 from ..objective.grid import Grid
@@ -66,7 +66,7 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
             name, PACKED_INDEX, loader.load_config.download_dir, subfolder=subfolder, revision=revision
         )
     checkpoint = Checkpoint(folder, packed=True)
-    check_files(checkpoint, checksums_wanted())
+    checkpoint.check_files(checksums_wanted())
     require(
         paths == sorted(checkpoint.files),
         f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}",

@@ -1,10 +1,10 @@
 """Packed formats of sparse matrices, one file each; importing this package registers them all."""
 
 from ..objective.grid import BITS
-from .bitmask_codec import Bitmask
+from .bitmask import Bitmask
 from .codec import INPUTS, Codec, Verdict, find_codec, register_codec, suffixes, weight_of
 from .layer import PackedLayer
-from .quantized_codec import Quantized
+from .quantized import Quantized
 
 register_codec(Bitmask())
 for _bits in BITS:

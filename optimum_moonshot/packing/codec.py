@@ -34,8 +34,9 @@ class Verdict(NamedTuple):
 class Codec(ABC):
     """A packed format. Stateless: all methods get the tensors of a matrix as an argument.
 
-    In all methods, `parts` has all tensors of one matrix by suffix; `pattern` is the n:m of all its rows, or None if
-    rows differ; `plan` is the result of the method `plan` for these tensors, and is computed if it is None.
+    In all methods, `parts` has all tensors of one matrix by suffix, and `shape` is its (d_out, d_in); `pattern` is the
+    n:m of all its rows, or None if rows differ; `plan` is the result of the method `plan` for these tensors, and is
+    computed if it is None; inputs have the dtype and the device of the values.
     """
 
     name: str  # in the metadata of files
@@ -52,16 +53,9 @@ class Codec(ABC):
 
     @abstractmethod
     def check(self, parts: Parts, shape: Shape, dtype: dtype | None = None, pattern: NM | None = None) -> None:
-        """Validate the tensors of a matrix; all other methods require valid ones.
+        """Raise `MoonshotError` unless the tensors are those of a matrix; all other methods require valid ones.
 
-        Args:
-            parts: all tensors, by suffix.
-            shape: d_out, d_in.
-            dtype: of the dense matrix; None allows any.
-            pattern: n:m of all rows; None allows any.
-
-        Raises:
-            MoonshotError: the tensors are inconsistent with each other or with the arguments.
+        A `dtype` or a `pattern` of None allows any.
         """
 
     @abstractmethod
@@ -77,12 +71,7 @@ class Codec(ABC):
         """The tensors of rows `first` to `stop` − 1, views where possible, and their plan."""
 
     def stack(self, matrices: Sequence[Parts], shapes: Sequence[Shape]) -> Parts:
-        """The tensors of one matrix with the rows of several; by default, the tensors are concatenated.
-
-        Args:
-            matrices: all tensors of each matrix, by suffix, of one dtype.
-            shapes: d_out, d_in of each matrix; all d_in are equal.
-        """
+        """The tensors of one matrix with the rows of several of one dtype and d_in; by default, concatenated."""
         return {suffix: torch.cat([parts[suffix] for parts in matrices]) for suffix in self.suffixes}
 
     def plan(self, parts: Parts, shape: Shape) -> Any:
@@ -92,31 +81,13 @@ class Codec(ABC):
     def linear(
         self, inputs: Tensor, parts: Parts, shape: Shape, bias: Tensor | None = None, plan: Any = None
     ) -> Tensor:
-        """The product with a packed matrix; by default, the matrix is unpacked at each call.
-
-        Args:
-            inputs: [..., d_in], in the dtype and on the device of the values.
-            parts: all tensors, by suffix.
-            shape: d_out, d_in.
-            bias: [d_out], or None.
-            plan: result of `plan` for these tensors; None computes it.
-
-        Returns:
-            [..., d_out].
-        """
+        """The product x Wᵀ + bias: [..., d_in] → [..., d_out]; by default, the matrix is unpacked at each call."""
         return functional.linear(inputs, self.unpack(parts, shape, plan), bias)
 
     def lookup(self, rows: Tensor, parts: Parts, shape: Shape, plan: Any = None) -> Tensor:
-        """Dense rows of a packed matrix, as an embedding; by default, the matrix is unpacked at each call.
+        """The dense rows with these indices, of any shape, as an embedding: [*rows.shape, d_in].
 
-        Args:
-            rows: indices, int64 or int32 of any shape, on the device of the tensors.
-            parts: all tensors, by suffix.
-            shape: d_out, d_in.
-            plan: result of `plan` for these tensors; None computes it.
-
-        Returns:
-            [*rows.shape, d_in].
+        By default, the matrix is unpacked at each call.
         """
         return functional.embedding(rows, self.unpack(parts, shape, plan))
 
@@ -137,11 +108,11 @@ class Codec(ABC):
         By default, one call of `linear` for each group with inputs.
 
         Args:
-            inputs: [rows, d_in], group after group, in the dtype and on the device of the values.
+            inputs: [rows, d_in], group after group.
             counts: int64 [groups], rows of inputs of each group; the rows after these have outputs 0.
-            parts: all tensors, by suffix.
+            parts: of the packed matrix.
             shape: groups · d_out, d_in.
-            plan: result of `plan` for these tensors; None computes it.
+            plan: of the packed matrix.
 
         Returns:
             [rows, d_out].
@@ -158,12 +129,8 @@ class Codec(ABC):
     def decoding(self, shape: Shape, pattern: NM | None, fraction: float, dtype: dtype, device: device) -> Verdict:
         """Whether `linear` is faster than the dense product for one row of inputs, as in decoding.
 
-        Args:
-            shape: d_out, d_in.
-            pattern: n:m of all rows; None where rows differ.
-            fraction: bytes of the packed tensors, relative to the dense matrix.
-            dtype: of the values and the inputs.
-            device: of the values and the inputs.
+        `fraction` are the bytes of the packed tensors, relative to the dense matrix; values and inputs have this dtype
+        and device.
         """
         return Verdict(False, f"{self.name} weights are unpacked at every call")
 
@@ -184,21 +151,13 @@ _CODECS: dict[str, Codec] = {}
 
 
 def register_codec(codec: Codec) -> None:
-    """Register a format by its name.
-
-    Raises:
-        MoonshotError: the name is taken.
-    """
+    """Register a format by its name; `MoonshotError` if the name is taken."""
     require(codec.name not in _CODECS, f"the packed format {codec.name!r} is already registered")
     _CODECS[codec.name] = codec
 
 
 def find_codec(name: str) -> Codec:
-    """The format of a name, which is registered or of the family of a registered one.
-
-    Raises:
-        MoonshotError: this release has no format of this name.
-    """
+    """The format of a name, which is registered or of the family of a registered one; `MoonshotError` for others."""
     for codec in _CODECS.values() if isinstance(name, str) else ():
         named = codec.named(name)
         if named is not None:

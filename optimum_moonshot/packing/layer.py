@@ -36,11 +36,7 @@ class PackedLayer:
 
     @classmethod
     def read(cls, entry: Any) -> "PackedLayer":
-        """Parse and validate an entry of the metadata, which may be damaged.
-
-        Raises:
-            MoonshotError: a missing, unknown or invalid field, or a format of a later release.
-        """
+        """Parse an entry of the metadata; `MoonshotError` for a damaged one, or a format of a later release."""
         require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, not an object")
         fields = ("shape", "transposed", "pattern", "dtype", "codec", "stacked")
         missing, unknown = [name for name in fields[:4] if name not in entry], sorted(entry.keys() - set(fields))
@@ -105,11 +101,7 @@ class PackedLayer:
         return list(self.codec.names(weight).values())
 
     def pack(self, weight: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Pack a weight in host memory into named tensors.
-
-        Raises:
-            MoonshotError: it is not n:m, or not on the grid of the format.
-        """
+        """Pack a weight in host memory; `MoonshotError` if it is not n:m, or not on the grid of the format."""
         names = self.codec.names(weight)
         return {names[suffix]: part for suffix, part in self.codec.pack(self.as_matrix(tensor), self.nm).items()}
 
@@ -118,11 +110,7 @@ class PackedLayer:
         self.codec.check(self.parts(weight, tensors), self.matrix, getattr(torch, self.dtype), self.nm)
 
     def unpack(self, weight: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The dense weight, on the device and in the dtype of the packed tensors, which may be any.
-
-        Raises:
-            MoonshotError: a tensor is missing, or they do not have this shape.
-        """
+        """The dense weight, on the device and in the dtype of the packed tensors; raises like `checked`."""
         parts = self.checked(weight, tensors)
         dense = self.codec.unpack(parts, self.matrix)
         if self.stacked and self.transposed:
@@ -130,21 +118,13 @@ class PackedLayer:
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
 
     def checked(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
-        """Like `parts`, but checks the tensors, in any dtype.
-
-        Raises:
-            MoonshotError: a tensor is missing, or they do not have this shape.
-        """
+        """Like `parts`, but `MoonshotError` also for tensors, in any dtype, that do not have this shape."""
         parts = self.parts(weight, tensors)
         self.codec.check(parts, self.matrix)
         return parts
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
-        """The packed tensors of a weight, by suffix, for its codec.
-
-        Raises:
-            MoonshotError: a tensor is missing.
-        """
+        """The packed tensors of a weight, by suffix, for its codec; `MoonshotError` if one is missing."""
         names = self.codec.names(weight)
         missing = [name for name in names.values() if name not in tensors]
         require(not missing, f"{', '.join(missing)} is missing")

@@ -26,11 +26,7 @@ def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are the names of the stored tensors.
-
-    Raises:
-        MoonshotError: a tensor is missing, or they do not have this shape.
-    """
+    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are the names of the stored tensors."""
     if name in names:
         return read(name)
     layer = _layer(shape, "float32")
@@ -38,11 +34,7 @@ def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int
 
 
 def spill_tensor(file: SpillFile, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-    """Write a tensor in host memory, of any shape, to disk; returns a function that reads it again.
-
-    Raises:
-        MoonshotError: the folder cannot be written, or the disk is full.
-    """
+    """Write a tensor in host memory, of any shape, to disk; returns a function that reads it again."""
     shape, matrix = tensor.shape, tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(1, -1)
     size, field = (matrix.shape[0], matrix.shape[1]), "TMPDIR" if file.folder is None else "offload_dir"
     with writing(field, Path(file.folder or gettempdir())):

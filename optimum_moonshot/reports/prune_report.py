@@ -119,19 +119,17 @@ class _Evaluation(TypedDict):
 
 
 class _Settings(TypedDict):
-    """The fields of `PruneReport.config` that cards and tables show."""
+    """The fields of `PruneReport.config` that cards, tables and `verify` read."""
 
     solver: str
     pattern: str
     sparsity: float | None
+    group_size: Size
+    allocation: Any
     fisher_layers: str
     damping: float | None
     seed: int
-
-
-class _LaterSettings(_Settings, total=False):
-    """Fields that are missing in reports of early releases."""
-
+    rotation: Any
     solver_options: dict[str, Any]
     quant_group: int
     recover: Literal["blockwise", "gradual", "distill", "routers"] | None
@@ -359,7 +357,7 @@ class PruneReport:
         check_value(dict[str, _Evaluation], report.evaluations, "evaluations")
         check_value(_Calibration | None, report.calibration, "calibration")
         check_value(_Compaction | None, report.compaction, "compaction")
-        check_fields(_LaterSettings, report.config, "config")
+        check_fields(_Settings, report.config, "config")
         require(len(report.layers) > 0, "layers: must not be empty")
         return report
 

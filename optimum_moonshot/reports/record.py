@@ -62,7 +62,8 @@ class PruningRecord:
                 require(0 <= value <= 1, "must be between 0 and 1", field=name, value=value)
         with _explained("config."):
             config = self.config
-            for name in ("version", "sparsity", "group_size", "pattern", "allocation", "targets", "ignore"):
+            read = ("version", "sparsity", "group_size", "pattern", "allocation", "targets", "ignore")
+            for name in (*read, "bits", "quant_group"):
                 require(name in config, f"{name}: missing")
             MoonshotConfig.check_version(config["version"])
             check_number("sparsity", config["sparsity"], optional=True)
@@ -99,16 +100,14 @@ class PruningRecord:
 
     def layer_grids(self, names: Iterable[str]) -> dict[str, Grid | None]:
         """The grid of every layer's weights, in float32; None where they are not quantized."""
-        config, default = self.config, self.config.get("bits")  # records of earlier releases have no bits
-        bits = {name: default if self.bits is None else self.bits.get(name) for name in names}
-        group = config.get("quant_group", Grid.group)
+        bits = {name: self.config["bits"] if self.bits is None else self.bits.get(name) for name in names}
+        group = self.config["quant_group"]
         return {name: None if number is None else Grid(number, group) for name, number in bits.items()}
 
     @property
     def embedding_grid(self) -> Grid | None:
         """The grid of the word embeddings and the head, in float32; None where they are not rounded."""
-        group = self.config.get("quant_group", Grid.group)
-        return None if self.embedding_bits is None else Grid(self.embedding_bits, group)
+        return None if self.embedding_bits is None else Grid(self.embedding_bits, self.config["quant_group"])
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -123,7 +122,7 @@ class PruningRecord:
         optional = ("compaction", "dense", "rotation", "shrink", "allocated", "embedding_bits")
         omitted = {name for name in optional if not values[name]}
         # Empty bits are kept if the configuration has bits: then no layer is quantized.
-        omitted |= set() if self.bits or (self.bits is not None and self.config.get("bits")) else {"bits"}
+        omitted |= set() if self.bits or (self.bits is not None and self.config["bits"]) else {"bits"}
         values = {name: value for name, value in values.items() if name not in omitted}
         return {"version": self.VERSION, **values}
 

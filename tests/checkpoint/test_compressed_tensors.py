@@ -15,8 +15,8 @@ from quantized_models import quantize
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, verify
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.checkpoint.saving import record
-from optimum_moonshot.checkpoint.weight_files import Checkpoint
+from optimum_moonshot.checkpoint.folder import Checkpoint
+from optimum_moonshot.checkpoint.measuring import record
 from optimum_moonshot.evaluation.metrics import Perplexity
 
 EXPORT = "compressed-tensors"

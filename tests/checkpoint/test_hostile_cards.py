@@ -17,7 +17,7 @@ from models import make
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert
 from optimum_moonshot.checkpoint.base_card import MARKER, code, code_block, escaped, find_base, parted, unescaped
 from optimum_moonshot.checkpoint.card import Facts, render
-from optimum_moonshot.checkpoint.saving import record
+from optimum_moonshot.checkpoint.measuring import record
 from optimum_moonshot.evaluation.metrics import Perplexity
 
 HOSTILE = (

@@ -146,7 +146,7 @@ def test_auto_packs_layers_by_the_verdict_of_their_format(tmp_path, monkeypatch)
     assert not held(load_pruned(tmp_path, runtime="auto"))  # they are small
     monkeypatch.setattr("optimum_moonshot.packing.timing.LEAST", 1)
     sets = ("portable", "neon", "avx2", "avx512", "vbmi2", "amx")
-    monkeypatch.setattr("optimum_moonshot.packing.quantized_codec.FASTER", sets)
+    monkeypatch.setattr("optimum_moonshot.packing.quantized.FASTER", sets)
     monkeypatch.setattr("optimum_moonshot.packing.timing.SLOWER", ())
     model = load_pruned(tmp_path, runtime="auto")
     assert model.moonshot_runtime
@@ -235,8 +235,7 @@ def test_a_damaged_record_is_refused_by_its_field(entry, words):
 def test_the_bits_of_layers():
     values = PruningRecord.of(pruned().model).to_dict()
     assert "bits" not in values
-    earlier = {name: value for name, value in values["config"].items() if name not in ("bits", "quant_group")}
-    assert PruningRecord.from_dict({**values, "config": earlier}).layer_grids(["a"]) == {"a": None}
+    assert PruningRecord.from_dict(values).layer_grids(["a"]) == {"a": None}
     every = PruningRecord.from_dict({**values, "config": {**values["config"], "bits": 8}})
     assert every.layer_grids(["a"]) == {"a": Grid(8, 128)}
     each = PruningRecord.from_dict({**values, "bits": {"a": 4}})

@@ -31,6 +31,7 @@ FIRST = {
         "recompute": False, "lam": None, "fisher": "all", "damping": 0.01, "block_size": None, "targets": ["layers"],
         "ignore": ["v_proj"], "num_samples": 128, "sequence_length": None, "batch_size": 8, "seed": 0,
         "max_memory": None, "offload_dir": None, "recover": None, "recover_steps": 150, "recover_lr": 0.05,
+        "bits": None, "quant_group": 128,
     },
     "lam": 1.0,
     "sparsity": 0.4,
@@ -91,7 +92,8 @@ def test_a_record_is_read_from_a_dictionary():
 
 
 def test_a_setting_that_is_missing_is_named():
-    for name in ("version", "pattern", "sparsity", "group_size", "allocation", "targets", "ignore"):
+    read = ("version", "pattern", "sparsity", "group_size", "allocation", "targets", "ignore", "bits", "quant_group")
+    for name in read:
         config = {key: value for key, value in FIRST["config"].items() if key != name}
         with pytest.raises(MoonshotError, match=f"config.json is damaged: moonshot: config.{name}: missing"):
             PruningRecord.from_dict({**FIRST, "config": config})

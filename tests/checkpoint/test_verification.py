@@ -1,4 +1,4 @@
-"""`verify`: the weights of a folder against its declared metadata, whichever tool wrote it last."""
+"""`verify`: the weights of a folder against its declared metadata."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def weight(folder, layer=UP):
     return tensors(folder)[f"{layer}.weight"]
 
 
-def quantize(folder, scheme, method="other"):
+def quantize(folder, scheme, method="compressed-tensors"):
     """Quantizes every projection by `scheme(name, weight)` → tensors, and declares it in config.json."""
     entries = {}
     for name, tensor in tensors(folder).items():
@@ -133,39 +133,6 @@ def test_square_weights_are_checked_along_their_inputs(tmp_path):
         assert [layer.name for layer in result.layers if layer.follows is False] == ["transformer.h.1.attn.c_proj"]
 
 
-def nearest(name, tensor):
-    """Symmetric round-to-nearest in 8 bits, a scale for each row."""
-    scale = tensor.abs().amax(1, keepdim=True) / 127
-    return {name: (tensor / scale).round().to(torch.int8), f"{name}_scale": scale}
-
-
-def shifted(name, tensor):
-    """Asymmetric round-to-nearest in 8 bits with zero points for groups of 8 inputs."""
-    groups = tensor.view(len(tensor), -1, 8)
-    low, high = groups.amin(2), groups.amax(2)
-    scale = (high - low) / 255
-    point = (-low / scale).round()
-    numbers = (groups / scale[..., None]).round() + point[..., None]
-    values = {name: numbers.clamp(0, 255).view(tensor.shape).to(torch.uint8)}
-    return {**values, f"{name}_scale": scale, f"{name}_zero_point": point.to(torch.uint8)}
-
-
-def eight_bit_floats(name, tensor):
-    return {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}
-
-
-def codes(name, tensor):
-    """The 4-bit format of bitsandbytes."""
-    book = torch.linspace(-1, 1, 15).tolist() + [1.5]  # the 0 is number 7
-    scaled = tensor / tensor.abs().amax()
-    numbers = (scaled.flatten()[:, None] - torch.tensor(book)).abs().argmin(1)
-    state = torch.tensor(list(json.dumps({"shape": list(tensor.shape)}).encode()), dtype=torch.uint8)
-    packed = (numbers[::2] << 4 | numbers[1::2]).to(torch.uint8)[:, None]
-    beside = {"absmax": torch.ones(4), "quant_map": torch.tensor(book).round(decimals=6)}
-    parts = {f"{name}.{part}": value for part, value in beside.items()}
-    return {name: packed, **parts, f"{name}.quant_state.bitsandbytes__nf4": state}
-
-
 def words(name, tensor):
     """The 4-bit format of compressed-tensors: eight numbers in a word, with an offset of 8."""
     scale = tensor.abs().amax(1, keepdim=True) / 7
@@ -175,30 +142,26 @@ def words(name, tensor):
     return {f"{name}_packed": word.to(torch.int32), f"{name}_scale": scale, f"{name}_shape": shape}
 
 
-def torchao(name, tensor):
-    stem, values = name.removesuffix("weight"), nearest("w", tensor)
-    parts = {"qdata": values["w"], "scale": values["w_scale"]}
-    parts["zero_point"] = torch.zeros(len(tensor), 1, dtype=torch.int8)
-    return {f"{stem}_weight_{part}": value for part, value in parts.items()}
-
-
-@pytest.mark.parametrize("scheme", [nearest, shifted, eight_bit_floats, codes, words, torchao])
-def test_a_quantization_that_keeps_zeros_matches(scheme, dense):
-    quantize(dense, scheme)
+def test_a_quantization_that_keeps_zeros_matches(dense):
+    rewrite(dense, "README.md", lambda data: data.update(format="compressed-tensors"))
+    quantize(dense, words)
     result = verify(dense)
     assert result, result.table()
-    assert result.format == "other" and "another tool has quantized it (other)" in result.table()
+    assert result.format == "compressed-tensors" and {layer.stored for layer in result.layers} == {
+        "compressed-tensors int4"
+    }
     assert result.sparsity >= 0.5 and all(layer.follows for layer in result.layers)
     assert result.parameters == optimum_moonshot.PruneReport.load(dense).parameters
+    assert all(layer.bits_per_weight > 4 for layer in result.layers)  # and the scales
 
 
-@pytest.mark.parametrize("scheme", [nearest, shifted, eight_bit_floats, codes, words, torchao])
-def test_a_quantization_that_loses_zeros_is_a_mismatch(scheme, dense):
+def test_a_quantization_that_loses_zeros_is_a_mismatch(dense):
     """GPTQ, for example, compensates an error in all later weights, the pruned ones included."""
     torch.manual_seed(0)
-    quantize(dense, lambda name, tensor: scheme(name, tensor + 0.1 * torch.randn_like(tensor)), "gptq")
+    quantize(dense, lambda name, tensor: words(name, tensor + 0.1 * torch.randn_like(tensor)))
     result = verify(dense)
-    assert not result and result.sparsity < 0.45 and result.format == "gptq"
+    assert not result and result.sparsity < 0.45
+    assert "README.md says that it is dense: it is compressed-tensors" in result.mismatches
     assert "README.md says 2:4: 21 of 21 layers are not" in " ".join(result.mismatches)
     assert any(line.startswith("config.json says sparsity 0.5000: the layers have ") for line in result.mismatches)
 
@@ -216,18 +179,17 @@ def test_a_mismatch_shows_the_digits_that_differ(dense):
 
 
 def test_unreadable_weights_are_a_mismatch(dense):
-    def scheme(name, tensor):
-        stem = name.removesuffix("weight")
-        return {f"{stem}qweight": torch.zeros(2, 2, dtype=torch.int32), f"{stem}scales": torch.ones(2)}
-
-    quantize(dense, scheme, "gptq")
+    quantize(dense, lambda name, tensor: {**words(name, tensor), f"{name}_shape": torch.tensor([7, 7])})
     result = verify(dense)
     assert not result and result.sparsity is result.model_sparsity is result.parameters is None
     (line,) = [line for line in result.mismatches if "cannot be read" in line]
-    assert line.endswith(
-        "its weight, quantized by gptq, cannot be read: it is stored as qweight, scales, in which its zeros cannot be "
-        "determined (21 layers differ)"
-    )
+    assert "its weight cannot be read: it is stored as [" in line and line.endswith("not supported (21 layers differ)")
+
+
+def test_a_checkpoint_that_another_program_has_quantized_is_refused(dense):
+    quantize(dense, words, "gptq")
+    with pytest.raises(MoonshotError, match=r"quantized by another program \(gptq\); verify the checkpoint that it"):
+        verify(dense)
 
 
 def test_more_zeros_are_a_note(dense):
@@ -360,7 +322,7 @@ def test_the_verify_command_reports_matches_and_mismatches(dense, capsys, tmp_pa
     status, printed = run(capsys, dense, "--json")
     values = json.loads(printed.out)
     assert status == 0 and values["matches"] and values["layers"][0]["pattern"] == "2:4" and values["sparsity"] == 0.5
-    quantize(dense, lambda name, tensor: nearest(name, tensor + 0.1), "gptq")
+    quantize(dense, lambda name, tensor: {name: tensor + 0.1})
     status, printed = run(capsys, dense)
     assert status == 1 and "mismatch    README.md says 2:4: 21 of 21 layers are not" in printed.out
     status, printed = run(capsys, dense, "--json")

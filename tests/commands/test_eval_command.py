@@ -11,7 +11,7 @@ from zeroshot_tasks import TASK
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, convert, perplexity
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.checkpoint.saving import record
+from optimum_moonshot.checkpoint.measuring import record
 from optimum_moonshot.commands import evaluate
 from optimum_moonshot.evaluation.metrics import Accuracy, Perplexity
 from optimum_moonshot.evaluation.report import EvalReport

@@ -25,7 +25,7 @@ from optimum_moonshot.integrations.peft import (
     SparsePackedLinear,
     sparse_lora,
 )
-from optimum_moonshot.packing.bitmask_codec import Bitmask
+from optimum_moonshot.packing.bitmask import Bitmask
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -66,10 +66,7 @@ IN_SOURCE = {
 }
 OF_VLLM = ["_already_called_process_weights_after_loading", "_get_weights_iterator", "_prepare_weights"]  # test_vllm.py
 PUBLIC = ["_C", "_asdict", "_replace"]  # torch._C, whose members are listed, and methods of named tuples
-IN_FILES = [
-    "_codes", "_embeds", "_internal", "_meta", "_shape", "_token_", "_weight_", "_weight_qdata", "_weight_zero_point",
-    "_zero_point",
-]  # fmt: skip
+IN_FILES = ["_codes", "_embeds", "_internal", "_meta", "_scale", "_shape", "_token_"]
 OURS = re.compile("_moonshot_.*")
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="comes with torch's builds for CUDA")
 
 from optimum_moonshot.kernels import triton_bitmask
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Bitmask, bitmask, bitmask_codec
+from optimum_moonshot.packing import Bitmask, bitmask
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -72,7 +72,7 @@ def test_unpacking_gives_every_bit_back(pattern, d_in, dtype):
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(8, 16), 0.7], ids=str)
 @pytest.mark.parametrize("rows", [(), (2, 3), (4, 9)], ids=str)
 def test_packed_layers_use_the_kernels(pattern, rows, monkeypatch):
-    monkeypatch.setattr(bitmask_codec, "_is_for_gpu", lambda *_: True)
+    monkeypatch.setattr(bitmask, "_is_for_gpu", lambda *_: True)
     matrix = sparse(9, 48, pattern, torch.float32)
     values, meta, _, window = packed(matrix, pattern)
     inputs, bias = torch.randn(*rows, 48, device=DEVICE), torch.randn(9, device=DEVICE)

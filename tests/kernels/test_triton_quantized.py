@@ -13,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="comes with torch's builds for CUDA")
 
 from optimum_moonshot.kernels import triton_quantized
-from optimum_moonshot.packing import Quantized, quantized, quantized_codec
+from optimum_moonshot.packing import Quantized, quantized
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -95,8 +95,8 @@ def test_the_largest_scales_do_not_overflow_beyond_the_last_input():
 @pytest.mark.parametrize("kind", ["dense", "2:4", 0.6])
 @pytest.mark.parametrize("rows", [(), (2, 3), (4, 9)], ids=str)
 def test_the_operators_use_the_kernels(kind, rows, monkeypatch):
-    monkeypatch.setattr(quantized_codec, "_is_for_gpu", lambda *_: True)
-    monkeypatch.setattr(quantized_codec._Matrix, "tiles", lambda *_: pytest.fail("torch unpacked the weights"))
+    monkeypatch.setattr(quantized, "_is_for_gpu", lambda *_: True)
+    monkeypatch.setattr(quantized._Matrix, "tiles", lambda *_: pytest.fail("torch unpacked the weights"))
     weight, (codes, scale, meta, offsets, bits, group) = packed((9, 100), 4, 64, torch.float32, kind)
     inputs = torch.randn(*rows, 100, device=DEVICE, requires_grad=True)
     bias = torch.randn(9, device=DEVICE, requires_grad=True)

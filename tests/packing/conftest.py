@@ -3,14 +3,14 @@
 import pytest
 
 from optimum_moonshot.kernels import find_library
-from optimum_moonshot.packing import bitmask, bitmask_codec, quantized, quantized_codec
+from optimum_moonshot.packing import bitmask, quantized
 
 
 @pytest.fixture(params=["library", "torch"])
 def route(request, monkeypatch):
     """With the compiled library, and without."""
     if request.param == "torch":
-        for module in (bitmask, bitmask_codec, quantized, quantized_codec):
+        for module in (bitmask, quantized):
             monkeypatch.setattr(module, "find_library", lambda: None)
     elif find_library() is None:
         pytest.skip("installed without a C compiler")

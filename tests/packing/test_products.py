@@ -14,12 +14,12 @@ from torch.nn import functional
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask_codec, find_codec, quantized_codec, timing
+from optimum_moonshot.packing import bitmask, find_codec, quantized, timing
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 FORMATS = [("bitmask", None), ("bitmask", NM(2, 4)), ("int4g64", None), ("int4g64", NM(2, 4)), ("int4g64", NM(4, 4))]
 INTEGERS = FORMATS[2:]
-CODECS = {"bitmask": bitmask_codec, "int4g64": quantized_codec}
+CODECS = {"bitmask": bitmask, "int4g64": quantized}
 LINEAR = {"bitmask": torch.ops.moonshot.packed_linear, "int4g64": torch.ops.moonshot.quantized_linear}
 ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -166,7 +166,7 @@ def test_many_rows_are_unpacked_in_tiles_where_torch_is_faster(route, monkeypatc
     if find_library() is None:
         pytest.skip("installed without a C compiler")
     monkeypatch.setattr(find_library(), "most_rows", 16)
-    monkeypatch.setattr(bitmask_codec, "_TILE", 64 * 4 * 7)
+    monkeypatch.setattr(bitmask, "_TILE", 64 * 4 * 7)
     for name, pattern in FORMATS[:2]:
         linear, packed = pair(name, pattern, d_in=64)
         inputs = torch.randn(17, 64)

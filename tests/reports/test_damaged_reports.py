@@ -11,7 +11,7 @@ from invalid_inputs import one_line
 
 from optimum_moonshot import MoonshotError, PruneReport, SweepReport, convert, verify
 from optimum_moonshot.checkpoint.card import Facts, render
-from optimum_moonshot.checkpoint.saving import record
+from optimum_moonshot.checkpoint.measuring import record
 from optimum_moonshot.evaluation.metrics import Perplexity
 from optimum_moonshot.reports.plots import plot_report
 from optimum_moonshot.sweep.report import save_all

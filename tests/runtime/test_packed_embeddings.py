@@ -24,7 +24,7 @@ from optimum_moonshot import (
 )
 from optimum_moonshot.checkpoint.weight_files import described_layers, read_header
 from optimum_moonshot.integrations.conversion import unpacked
-from optimum_moonshot.packing import quantized_codec
+from optimum_moonshot.packing import quantized as quantized_format
 from optimum_moonshot.reports.prune_report import PruneReport
 from optimum_moonshot.runtime.packed_embedding import PackedEmbedding
 from optimum_moonshot.runtime.packed_linear import PackedLinear
@@ -207,14 +207,14 @@ def test_a_tied_head_is_not_repacked_alone():
 def test_auto_packs_tied_embeddings_where_the_head_is_faster(bits, monkeypatch, tmp_path):
     pruner = quantized("llama-tied-biased", torch.bfloat16, embedding_bits=bits)
     pruner.save_pretrained(tmp_path, format="packed")
-    monkeypatch.setattr(quantized_codec, "kernel_obstacle", lambda *_: None)
-    monkeypatch.setattr(quantized_codec, "kernel_name", lambda *_: "vbmi2")
+    monkeypatch.setattr(quantized_format, "kernel_obstacle", lambda *_: None)
+    monkeypatch.setattr(quantized_format, "kernel_name", lambda *_: "vbmi2")
     for model in (load_pruned(tmp_path, runtime="auto"), pruner.model):
         if model is pruner.model:
             pruner.to_runtime("auto")
         assert model.moonshot_runtime["model.embed_tokens"] == f"packed: vbmi2 kernels for int{bits}g64"
         assert isinstance(model.get_input_embeddings(), PackedEmbedding)
-    monkeypatch.setattr(quantized_codec, "kernel_obstacle", lambda *_: "slow")
+    monkeypatch.setattr(quantized_format, "kernel_obstacle", lambda *_: "slow")
     pruner.to_runtime("auto")
     assert pruner.model.moonshot_runtime["lm_head"] == "dense: slow" and not held(pruner.model)
     assert load_pruned(tmp_path, runtime="auto").moonshot_runtime["lm_head"] == "dense: slow"

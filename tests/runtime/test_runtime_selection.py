@@ -12,7 +12,7 @@ from packed_models import MIXED, held
 from optimum_moonshot import MoonshotError, MoonshotPrunedCheckpoint, load_pruned
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Bitmask, Codec, bitmask_codec, find_codec, timing
+from optimum_moonshot.packing import Bitmask, Codec, bitmask, find_codec, timing
 
 AUTO = hf.AutoModelForCausalLM
 CPU = torch.device("cpu")
@@ -185,6 +185,6 @@ def test_the_kernels_of_this_cpu_are_measured_or_timed():
     library = find_library()
     if library is None:
         pytest.skip("installed without a C compiler")
-    instruction_sets = {*bitmask_codec._MOST, *timing.SLOWER, "neon"}
+    instruction_sets = {*bitmask._MOST, *timing.SLOWER, "neon"}
     assert library.instruction_set in instruction_sets and set(library.instruction_sets) <= instruction_sets
-    assert verdict().faster == (library.instruction_set in bitmask_codec._MOST) or library.instruction_set == "neon"
+    assert verdict().faster == (library.instruction_set in bitmask._MOST) or library.instruction_set == "neon"
