@@ -7,6 +7,7 @@ surviving weights.
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class ResultStore:
         self.parameters: set[str] = set()  # names of recovered parameters that are not matrices of pruned layers
         self.curves: dict[str, LossCurve] = {}  # of layers, for an allocation
         self.files: dict[str, Path] = {}  # with each layer's latest weight, and each parameter
+        # Readers of the weights before a recovery, which an interrupted run has replaced.
+        self.before_recovery: dict[str, Callable[[], Tensor]] = {}
         self.notes: list[str] = []
         self.rotation: State | None = None  # of learning a rotation in an interrupted run
         if self.folder is not None:
@@ -99,6 +102,7 @@ class ResultStore:
                 damaged += 1
                 continue
             weights = {name: self._decoded(name, set(tensors), tensors.__getitem__) for name in names}
+            self.before_recovery |= {name: self.loader(name) for name in names}
             self._recovered(BlockReport.from_dict(values), weights, parameters, path)
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
@@ -145,6 +149,10 @@ class ResultStore:
             weight = broadcast(None if self.folder is None else self.loader(name)())
             if weight is not None and self.folder is None:
                 self.weights[name] = self._reader(name, weight)
+        for name in broadcast(list(self.before_recovery)):
+            weight = broadcast(None if self.folder is None else self.before_recovery[name]())
+            if weight is not None and self.folder is None:
+                self.before_recovery[name] = self._reader(name, weight)
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Store the losses of a layer at several sparsities.
@@ -225,6 +233,10 @@ class ResultStore:
     def weight(self, layer: PrunableLayer | NamedParameter) -> Tensor:
         """The final weight of a layer, [d_out, d_in], or a recovered parameter, in host memory."""
         return self.loader(layer.name)()
+
+    def pruned_weight(self, layer: PrunableLayer) -> Tensor:
+        """The weight of a layer, [d_out, d_in], before a recovery, by which an interrupted run may have replaced it."""
+        return self.before_recovery.get(layer.name, partial(self.weight, layer))()
 
     def loader(self, name: str) -> Callable[[], Tensor]:
         """A function that returns the weight of a layer or a parameter, even after the folder was discarded."""

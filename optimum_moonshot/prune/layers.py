@@ -108,7 +108,7 @@ class Pruning(Task):
     def _pruned_weight(self, layer: PrunableLayer) -> Tensor:
         """The weight [d_out, d_in] of the first variant for a layer that has been solved, or stays dense."""
         (variant, *_) = self.variants
-        return layer.matrix if layer.name in variant.skipped else variant.store.weight(layer)
+        return layer.matrix if layer.name in variant.skipped else variant.store.pruned_weight(layer)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         return any(variant.lacks(layer) for variant in self.variants)

@@ -65,19 +65,29 @@ def test_a_reopened_folder_has_the_parameters(tmp_path):
     store = ResultStore(tmp_path, {})
     assert store.parameters == {VECTOR, MATRIX, OUTSIDE} and store.blocks.keys() == {"model", BLOCK}
     assert store.reports[LAYER].sparsity == 0.5
+    # Statistics behind pruned blocks of the resumed run need the weight of before the recovery.
+    (layer,) = store_layers(model)
+    assert not store.pruned_weight(layer).any() and store.weight(layer).any()
     variant_of(model, store).commit()
     assert_committed(model, before)
 
 
+def store_layers(model):
+    return select(model, config(targets=[LAYER], pattern="2:4")).layers
+
+
 def test_other_processes_receive_the_parameters(tmp_path):
     model, sent = make("llama"), []
-    main, other = filled(ResultStore(tmp_path, {}), model), ResultStore(None, {})
+    filled(ResultStore(tmp_path, {}), model).release()
+    main, other = ResultStore(tmp_path, {}), ResultStore(None, {})
     main.share(lambda value: sent.append(value) or value)
     other.share(lambda value: sent.pop(0))
     assert other.recovered == main.recovered
     for name, value in values(model).items():
         name = name if name in main.parameters else LAYER
         assert torch.equal(other.loader(name)(), value), name
+    (layer,) = store_layers(model)
+    assert not other.pruned_weight(layer).any()
 
 
 @pytest.mark.parametrize("failing", [LAYER, MATRIX, OUTSIDE])
