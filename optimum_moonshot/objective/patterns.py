@@ -311,7 +311,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     # Small slices even on a GPU, whose memory a solver may have filled; the result does not depend on their size.
     for rows in split_within(len(scores), SELECTION_BYTES * scores.shape[-1], CPU_BYTES):
         part = scores[rows]
-        selected[rows] = _by_rank(part, count) if part.shape[-1] <= NARROW else _by_threshold(part, count)
+        selected[rows] = _by_order(part, count) if part.shape[-1] <= NARROW else _by_threshold(part, count)
     return selected
 
 
@@ -325,15 +325,15 @@ def _by_threshold(scores: Tensor, count: int) -> Tensor:
     return below | (tied & (tied.cumsum(-1) <= missing))
 
 
-def _by_rank(scores: Tensor, count: int) -> Tensor:
+def _by_order(scores: Tensor, count: int) -> Tensor:
     """`smallest` of rows [rows, size] by comparing all pairs: 7 times as fast as a threshold for 4 scores, 3 for 16."""
     columns = scores.T.contiguous()
-    rank = torch.zeros(columns.shape, dtype=torch.int8, device=scores.device)
+    place = torch.zeros(columns.shape, dtype=torch.int8, device=scores.device)
     for later in range(1, len(columns)):
         less = (columns[later] < columns[:later]).view(torch.int8)  # equal scores keep their order
-        rank[:later] += less
-        rank[later] += later - less.sum(0, dtype=torch.int8)
-    return (rank < count).T
+        place[:later] += less
+        place[later] += later - less.sum(0, dtype=torch.int8)
+    return (place < count).T
 
 
 def kth_smallest(values: Tensor, count: int) -> Tensor:

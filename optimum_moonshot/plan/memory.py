@@ -203,8 +203,8 @@ class RunSpec:
             width = max(width, sum(widths) + experts * sum(routed))
         for layer in self.selection.layers:
             rows, d_in = layer.shape[0] // (layer.groups if layer.separate else 1), layer.shape[1]
-            rank = min(self.samples, d_in) if self.statistics.needs_rows(layer) else 0
-            usual = Line(0, 24 * d_in) if self.statistics.diagonal else Line(24 * d_in**2, (30 + 4 * rank) * d_in)
+            factors = min(self.samples, d_in) if self.statistics.needs_rows(layer) else 0
+            usual = Line(0, 24 * d_in) if self.statistics.diagonal else Line(24 * d_in**2, (30 + 4 * factors) * d_in)
             trials[self.key(layer)] = Trial(rows, 0.0, usual)
         visit = self.tokens * self.itemsize * width * (1 + self.gradients)
         return Rehearsed(0.0, Line(0, self.logits * self.gradients), Line(0, visit), self.hidden, trials)

@@ -84,12 +84,8 @@ def make_plan(
             text = "input_ids" in batches[0] and not is_given(calibration)
             trace.add("reading text", HOST, TEXT_BYTES if text else 0)
             passes = trace.all()
-            estimate = "an estimate by the shapes of the layers, without weights"
-            if rehearsal is not None:
-                count = rehearsal.samples * run.tokens
-                passed = f"{count:,} tokens" if count else f"{rehearsal.samples} samples"
-                estimate = f"an estimate from the first blocks of every kind, by passes of at most {passed}"
-                seconds = seconds_of(trace, ready, rehearsal.reading) if machine is None else {}
+            if rehearsal is not None and machine is None:
+                seconds = seconds_of(trace, ready, rehearsal.reading)
     data = prepared.calibration
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     places = [*dict.fromkeys([str(run.device), *free]), DISK]
@@ -110,8 +106,17 @@ def make_plan(
         snapshots=peaks,
         seconds=seconds,
         overflows=overflows,
-        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes, estimate])),
+        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes, _estimate(rehearsal, run)])),
     )
+
+
+def _estimate(rehearsal: Rehearsal | None, run: RunSpec) -> str:
+    """The note on the figures' source."""
+    if rehearsal is None:
+        return "an estimate by the shapes of the layers, without weights"
+    count = rehearsal.samples * run.tokens
+    passed = f"{count:,} tokens" if count else f"{rehearsal.samples} samples"
+    return f"an estimate from the first blocks of every kind, by passes of at most {passed}"
 
 
 def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:

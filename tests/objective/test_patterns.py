@@ -11,7 +11,7 @@ from optimum_moonshot.objective.patterns import (
     NM,
     Structured,
     Unstructured,
-    _by_rank,
+    _by_order,
     _by_threshold,
     kth_smallest,
     parse_pattern,
@@ -157,5 +157,5 @@ def test_ranks_and_thresholds_select_the_same_scores(size, values):
     for count in range(1, size):
         by_sorting = torch.zeros_like(scores, dtype=torch.bool)
         by_sorting.scatter_(1, scores.sort(dim=1, stable=True).indices[:, :count], True)
-        assert torch.equal(_by_rank(scores, count), by_sorting)
+        assert torch.equal(_by_order(scores, count), by_sorting)
         assert torch.equal(_by_threshold(scores, count), by_sorting)
