@@ -44,8 +44,10 @@ def deleted(monkeypatch):
     monkeypatch.setattr(trials, "find_output_layers", lambda *_: {})
 
 
-def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one(deleted):
+def test_a_distillation_reproduces_the_dense_model_not_the_smaller_one(deleted, monkeypatch):
     """Where the hidden size alone leaves, the model without it would be its own teacher, at a divergence of 0."""
+    monkeypatch.setattr("optimum_moonshot.shrink.measurements.find_widths", lambda *_: ([], {}))
+    monkeypatch.setattr("optimum_moonshot.shrink.decision.MOST_BLOCKS", 0.0)
     config = dataclasses.replace(CONFIG, recover="distill", recover_steps=4)
     model = make("llama")
     pruner, report = shrunk(model=model, config=config, parameters=0.8)
