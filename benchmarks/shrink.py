@@ -63,7 +63,7 @@ def ranked(rows: list[dict], options: Any, save: Any) -> None:
         subject = Subject(model, tokenizer, progress=False)
         settings = config(num_samples=options.samples, lam=1.0)
         run = Shrinking(subject, settings, str(DEMO / "calibration.txt"), target, (1, 1), None, None)
-        tables, _, measured = measure_parts(run, narrowed=True)
+        tables, _, measured = measure_parts(run)
         program = tables.program(tables.parameters)
         for choice in alternatives(program, target.budget(tables.parameters.dense)):
             decision = decision_of(tables, target, program, choice, measured)

@@ -10,6 +10,7 @@ If the tokenizer puts BOS before a text, every sample of text begins with it, li
 change.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +66,10 @@ class CalibrationData:
         """
         batches = spread_samples(self.batches, count, without)
         return replace(self, batches=batches, num_samples=sample_count(batches))
+
+    def at_least(self, samples: int, tokens: int) -> int:
+        """The number of samples that has at least so many samples and, if their length is known, so many tokens."""
+        return max(samples, math.ceil(tokens / (self.sequence_length or tokens)))
 
     def describe(self) -> dict[str, Any]:
         """JSON types for reports, without private paths."""

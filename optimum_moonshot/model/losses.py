@@ -27,6 +27,8 @@ Loss = Callable[[Any, Batch], Tensor]  # from a model's output and inputs to its
 # Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
 MASKED_FRACTION = 0.15
+# Classes that `Divergence` distinguishes, and the least probability of all others together.
+TOP, FLOOR = 64, 1e-6
 _WITH_HEAD = re.compile("For[A-Z]")  # BertForMaskedLM, not BertModel
 
 
@@ -93,6 +95,50 @@ class OutputLoss:
         values, mask = pooled_output(self.model, output, batch, self.pooling)
         for index, digest in enumerate(sample_digests(batch)):
             yield digest, values[index] if mask is None else values[index][mask[index]]
+
+
+class Divergence:
+    """ℓ_n = KL(dense ‖ changed) of a model's predictions, the mean over the labelled positions of sample n, in nats.
+
+    The classes are the `TOP` most probable ones of the dense model, and all others together: a lower bound of the
+    divergence over all classes. On equal tokens it has far less variance than a difference of cross-entropies, whose
+    standard deviation for a token is about √(2 KL): 0.3 nats where the mean is 0.05.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.dense: dict[str, tuple[Tensor, Tensor]] = {}  # by sample: classes and log-probabilities  [T, TOP]
+
+    def __call__(self, output: Any, batch: Batch) -> Tensor:
+        losses = []
+        for digest, logits in self._samples(output, batch):
+            classes, dense = (tensor.to(logits.device) for tensor in self.dense[digest])
+            changed = _log_probabilities(logits, classes)
+            other, others = (torch.log1p(-each.exp().sum(-1).clamp(max=1 - FLOOR)) for each in (dense, changed))
+            terms = (dense.exp() * (dense - changed)).sum(-1) + other.exp() * (other - others)
+            losses.append(terms.mean().clamp(min=0.0))
+        return torch.stack(losses)
+
+    def remember(self, output: Any, batch: Batch) -> None:
+        """Keep the predictions of the dense model on a batch."""
+        for digest, logits in self._samples(output, batch):
+            classes = logits.topk(min(TOP, logits.shape[-1])).indices
+            values = _log_probabilities(logits, classes).cpu()
+            message, hint = "the predictions of the dense model contain NaN or infinite values", "check its weights"
+            require(bool(torch.isfinite(values).all()), message, hint=hint)
+            self.dense[digest] = classes.cpu(), values
+
+    def _samples(self, output: Any, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+        """The digest of every sample, and the logits of its labelled positions, [T, classes]."""
+        logits_and_labels = _logits_and_labels(self.model, output, batch, None)
+        assert logits_and_labels is not None
+        for digest, logits, labels in zip(sample_digests(batch), *logits_and_labels, strict=True):
+            yield digest, logits.reshape(-1, logits.shape[-1])[labels.reshape(-1) != IGNORED]
+
+
+def _log_probabilities(logits: Tensor, classes: Tensor) -> Tensor:
+    logits = logits.float()
+    return logits.gather(-1, classes) - logits.logsumexp(-1, keepdim=True)
 
 
 def relative_distance(values: Tensor, others: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ The experts of a mixture have equal shapes, so one expert that receives tokens i
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,13 @@ class _Trace:
     outputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # the leaves of the graph
     results: list[Tensor] = dataclasses.field(default_factory=list)  # of the model
     experts: dict[str, slice] = dataclasses.field(default_factory=dict)  # layer → the expert that is probed
+
+    @cached_property
+    def cotangents(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """The inputs of every layer, and the results of the model at "", each with a random tensor."""
+        generator = torch.Generator().manual_seed(1)
+        tensors = {**self.inputs, "": self.results}
+        return {name: list(zip(of, _random_like(of, generator), strict=True)) for name, of in tensors.items()}
 
 
 def find_structured_groups(
@@ -249,11 +257,12 @@ def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> d
 
 def _reach_others(trace: _Trace, name: str, producers: dict[str, list[Tensor]], rows: dict[str, Tensor]) -> bool:
     """Whether a row that serves a group of the layer `name` reaches any other layer or the model's result too."""
-    read = [tensor for other, tensors in trace.inputs.items() if other != name for tensor in tensors]
-    outputs = [tensor for tensor in [*read, *trace.results] if tensor.requires_grad]
-    if not outputs:
+    read = [tensor for other in trace.inputs if other != name for tensor in trace.cotangents[other]]
+    pairs = [(tensor, random) for tensor, random in [*read, *trace.cotangents[""]] if tensor.requires_grad]
+    if not pairs:
         return False
-    reached = _reached(outputs, _random_like(outputs, torch.Generator().manual_seed(1)), producers)
+    outputs, cotangents = map(list, zip(*pairs, strict=True))
+    reached = _reached(outputs, cotangents, producers)
     return bool(reached[torch.cat([*rows.values()]) >= 0].any())
 
 

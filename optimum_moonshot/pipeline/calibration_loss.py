@@ -1,5 +1,6 @@
 """The mean loss ℓ_n of a model on the calibration data."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..data.batches import batch_size
+from ..data.text import CalibrationData
 from ..model.calls import evaluation_mode, model_device, run_model, to_device
 from ..model.layers import onloaded_in_turn
-from ..model.losses import OutputLoss, sample_losses
+from ..model.losses import Divergence, OutputLoss, sample_losses
 from .backoff import enough_memory
 from .inputs import Prepared
 
@@ -33,11 +35,23 @@ def mean_loss(prepared: Prepared) -> float:
 def remember_outputs(prepared: Prepared) -> None:
     """Keep the outputs of the dense model, where the loss of others is the distance to them."""
     loss = prepared.subject.loss
-    if not isinstance(loss, OutputLoss):
+    if not isinstance(loss, OutputLoss | Divergence):
         return
     with evaluation_mode(prepared.model), torch.no_grad(), onloaded_in_turn(prepared.selection.structure.blocks):
         for batch in prepared.batches:
             loss.remember(run_model(prepared.model, to_device(batch, model_device(prepared.model))), batch)
+
+
+def against_dense(prepared: Prepared, data: CalibrationData) -> Prepared:
+    """The run of a dense model on some samples, where `mean_loss` measures changes of its outputs.
+
+    A loss that the caller gives stays.
+    """
+    subject = prepared.subject
+    subject = dataclasses.replace(subject, loss=subject.loss or Divergence(prepared.model))
+    prepared = dataclasses.replace(prepared, subject=subject, data=data)
+    remember_outputs(prepared)
+    return prepared
 
 
 def _sum_of_losses(prepared: Prepared) -> tuple[float, int]:

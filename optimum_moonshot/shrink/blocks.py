@@ -41,6 +41,7 @@ from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.walk import Stage
 from ..solvers.experts import best_subset
 
+BLOCKS = "blocks"  # the name of the dimension of a decision
 # `BlockScores.select` evaluates all sets of blocks if there are at most this many.
 EXACT = 200_000
 

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from ..errors import MoonshotError
 from ..model.layers import find_blocks, find_structure
+from .blocks import BLOCKS
 from .costs import Costs, shape_costs
 from .experts import ExpertCount, WithoutExperts
 from .latency import latency_costs
 from .losses import (
-    BLOCKS,
     MOST_BLOCKS,
     BlockSets,
     WidthLosses,
@@ -25,9 +25,10 @@ from .losses import (
 from .merging import Merging
 from .program import Choice, Program
 from .report import Candidate, ShrinkReport
+from .request import Shrinking
 from .target import Target
 from .trials import Trials
-from .widths import Width
+from .widths import Width, within
 
 
 @dataclass(frozen=True)
@@ -63,47 +64,72 @@ class Decision:
 
 
 def measure_tables(
-    model: PreTrainedModel,
+    run: Shrinking,
     trials: Trials,
     widths: Sequence[Width],
     refused: Mapping[str, str],
-    target: Target,
-    batch_shape: tuple[int, int],
     experts: tuple[ExpertCount, WithoutExperts] | None = None,
+    dense: Tables | None = None,
 ) -> Tables:
-    """Measure the losses and costs for a kind of target.
+    """Measure the losses and costs of the parts of a run's model, which is dense and frozen.
 
     Args:
-        model: dense and frozen.
+        run: for its model and kind of target.
         trials: measures the losses of the model.
         widths: the reducible widths.
         refused: the other widths, with the reasons.
-        target: determines whether latencies are measured.
-        batch_shape: samples and tokens of a forward pass, for latencies.
         experts: the removable experts, and a function that returns a context without the experts of a trial.
+        dense: the tables of the model before its hidden size became smaller, for the losses; None: measure them.
 
     Raises:
         MoonshotError: the model is small enough already, or its latency cannot be measured.
     """
-    seconds = None
+    model, target, seconds = run.model, run.target, None
     if target.field == "latency":  # first, so that a wrong target costs nothing else
-        seconds = latency_costs(model, widths, batch_shape, trials.measurements.keep)
+        seconds = latency_costs(model, widths, run.batch_shape, trials.measurements.keep)
         target.budget(seconds.dense)
-    by_block = [block.layers for block in find_structure(model).blocks]
-    losses = [width_losses(trials, width, by_block) for width in widths]
-    if experts is not None:
-        losses.append(expert_losses(trials, *experts, [module for _, module in find_blocks(model)]))
-        widths = [*widths, experts[0]]
+    removable = [*widths, experts[0]] if experts is not None else list(widths)
+    if dense is not None:
+        removable, losses = _with_losses(dense, removable)
+    else:
+        by_block = [block.layers for block in find_structure(model).blocks]
+        losses = [width_losses(trials, width, by_block) for width in widths]
+        if experts is not None:
+            losses.append(expert_losses(trials, *experts, [module for _, module in find_blocks(model)]))
     refused = dict(refused)
-    parameters, sizes = (shape_costs(model, widths, unit) for unit in ("parameters", "bytes"))
+    parameters, sizes = (shape_costs(model, removable, unit) for unit in ("parameters", "bytes"))
     costs = {"parameters": parameters, "bytes": sizes, "latency": seconds}[target.field]
     assert costs is not None
     try:
-        sets = block_sets(trials, _most_blocks(costs, target))
+        sets = block_sets(trials, _most_blocks(costs, target)) if dense is None else dense.sets
     except MoonshotError as error:  # a block that does not map its input to the same shape, or that no data reaches
         sets, refused[BLOCKS] = BlockSets(((),), (0.0,)), str(error)
     refused |= trials.refused
-    return Tables(tuple(widths), refused, tuple(losses), sets, parameters, sizes, seconds, trials.merging)
+    return Tables(tuple(removable), refused, tuple(losses), sets, parameters, sizes, seconds, trials.merging)
+
+
+def _with_losses(dense: Tables, widths: Sequence[Width]) -> tuple[list[Width], list[WidthLosses]]:
+    """The widths, and levels of them, whose losses in the dense model are known, and these losses."""
+    known, losses = list[Width](), list[WidthLosses]()
+    measured = {width.name: pair for pair in zip(dense.widths, dense.losses, strict=True) for width in pair[:1]}
+    for width in widths:
+        former, loss = measured.get(width.name, (width, None))
+        if loss is not None and former.count == width.count:
+            by_level = dict(zip(former.levels, loss.losses, strict=True))
+            levels = tuple(level for level in width.levels if level in by_level)
+            known.append(dataclasses.replace(width, levels=levels))
+            losses.append(WidthLosses(tuple(map(by_level.__getitem__, levels)), loss.shares))
+    return known, losses
+
+
+def useful_widths(model: PreTrainedModel, widths: Sequence[Width], target: Target) -> list[Width]:
+    """The widths up to the level that reaches a target alone; for a target in seconds, as they are."""
+    if target.field == "latency":
+        return list(widths)
+    costs = shape_costs(model, widths, target.unit)
+    excess = costs.dense - target.budget(costs.dense)
+    savings = {name: list(map(sum, zip(*by_block, strict=True))) for name, by_block in costs.savings.items()}
+    return [within(width, savings[width.name], excess) for width in widths]
 
 
 def _most_blocks(costs: Costs, target: Target) -> int:

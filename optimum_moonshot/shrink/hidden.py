@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..data.batches import split_batches
 from ..errors import MoonshotError
 from ..pipeline.inputs import Prepared
 from ..reports.prune_report import PruneReport
@@ -18,6 +19,7 @@ from .hidden_size import WidthReduction, cut_stream
 from .latency import as_measured, model_latency
 from .losses import HIDDEN, MOST_BLOCKS, interpolated
 from .report import Candidate, ShrinkReport
+from .request import Shrinking
 from .stream import Stream, collect_moments, find_stream
 from .target import Target
 from .trials import Trials
@@ -27,11 +29,13 @@ from .widths import Width
 MEASURED = (15, 14, 12, 10, 8)
 # Sizes are multiples of this fraction of the hidden size.
 STEPS = 64
+# Samples of a pass with gradients, whose activations are all in memory: with 8 of 256 tokens, 1.5 GB for SmolLM2-135M.
+TOGETHER = 2
 # λ of the directions' importance: equal exponents for both objectives.
 LAM = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class HiddenSizes:
     """The sizes that a model may have, descending from its hidden size, with the predicted increases of its loss."""
 
@@ -39,11 +43,21 @@ class HiddenSizes:
     losses: dict[int, float]
     costs: dict[int, Costs]  # of a model with each size, in the unit of the target
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    prepared: Prepared | None = None  # with all samples; None once the stream has the statistics of all
 
     @property
     def width(self) -> int:
         """The hidden size of the model."""
         return max(self.losses)
+
+    def use_all_samples(self) -> None:
+        """Give the stream the statistics of all samples, by a pass with gradients."""
+        if self.prepared is not None:
+            self.stream.moments.clear()
+            self.stream.fisher.clear()
+            batches = split_batches(self.prepared.batches, TOGETHER)
+            collect_moments(self.stream, batches, self.prepared.subject.loss)
+            self.prepared = None
 
     def refuse(self, size: int, reason: str) -> None:
         """Note that the architecture does not support a size."""
@@ -81,30 +95,15 @@ def find_hidden(prepared: Prepared) -> tuple[Stream | None, dict[str, str]]:
         return None, {HIDDEN: str(error)}
 
 
-def check_reachable(
-    model: PreTrainedModel,
-    widths: Sequence[Width],
-    stream: Stream | None,
-    target: Target,
-    refused: Mapping[str, str],
-    multiple: int | None = None,
-) -> None:
-    """Check before any measurement that a target in parameters or bytes is reachable if all parts are reduced.
+def check_reachable(run: Shrinking, widths: Sequence[Width], stream: Stream | None, refused: Mapping[str, str]) -> None:
+    """Raise `MoonshotError` before any measurement if a target in parameters or bytes is out of reach of all parts.
 
-    Args:
-        model: dense.
-        widths: the reducible widths.
-        stream: None if the hidden size cannot be reduced.
-        target: of the run.
-        refused: parts that cannot be reduced, with the reasons.
-        multiple: see `hidden_sizes`.
-
-    Raises:
-        MoonshotError: the target is out of reach.
+    `refused` has the parts that cannot be reduced, with the reasons, and `stream` is None where the hidden size cannot.
     """
+    model, target = run.model, run.target
     if target.field == "latency":
         return
-    narrowing = None if stream is None else _narrowing(stream, _sizes(stream, MEASURED[-1], multiple)[-1])
+    narrowing = None if stream is None else _narrowing(stream, _sizes(stream, MEASURED[-1], run.hidden_multiple)[-1])
     costs = shape_costs(model, widths, target.unit, narrowing)
     least = costs.least(int(MOST_BLOCKS * len(costs.blocks)))
     dense = dense_cost(model, target.unit)
@@ -112,40 +111,36 @@ def check_reachable(
         raise target.unreachable(least, dense, refused)
 
 
-def hidden_sizes(
-    prepared: Prepared,
-    trials: Trials,
-    stream: Stream,
-    tables: Tables,
-    target: Target,
-    batch_shape: tuple[int, int],
-    multiple: int | None = None,
-) -> HiddenSizes:
-    """Measure the losses of smaller hidden sizes, by one pass with gradients and a forward pass for each.
+def hidden_sizes(run: Shrinking, prepared: Prepared, trials: Trials, stream: Stream, tables: Tables) -> HiddenSizes:
+    """Measure the losses of smaller hidden sizes, by a pass with gradients and a forward pass for each, on few samples.
 
-    Args:
-        prepared: the dense model and its data.
-        trials: measures the losses of the model.
-        stream: residual stream of the model; the statistics are added to it.
-        tables: losses and costs of the model's other parts.
-        target: if it is a latency, a model of each size is timed.
-        batch_shape: samples and tokens of a forward pass, for latencies.
-        multiple: divides every smaller size; None is a 64th of the model's hidden size.
+    The smallest size is the first one that loses more than the best choice among the other parts, of the `tables`, or
+    that reaches a number of parameters or bytes alone. The statistics are added to the `stream`.
     """
-    collect_moments(stream, prepared.batches, prepared.subject.loss)
-    hidden_size, dense = stream.space.width, trials.loss("dense")
+    target, multiple = run.target, run.hidden_multiple
+    collect_moments(stream, split_batches(trials.fitting.batches, TOGETHER), prepared.subject.loss)
+    hidden_size = stream.space.width
     points, relative, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
-    for sixteenths in MEASURED:
-        size = hidden_size * sixteenths // 16
-        measured = trials.loss(f"{HIDDEN} {size}", partial(stream.narrowed, size))
-        points[hidden_size - size] = max(0.0, measured - dense)
+    sizes = _sizes(stream, MEASURED[-1], multiple)
+    least, costs = 0, dict[int, Costs]()
+    budget = target.budget(tables.costs_of(target).dense)
+    others = tables.program(tables.costs_of(target)).best(budget)
+    if target.field != "latency":
+        narrowings = {size: _narrowing(stream, size) for size in sizes}
+        costs = {size: shape_costs(run.model, tables.widths, target.unit, each) for size, each in narrowings.items()}
+        least = next((size for size, cost in costs.items() if cost.dense <= budget), 0)
+    for size in (hidden_size * sixteenths // 16 for sixteenths in MEASURED):
+        if hidden_size - max(points) <= least or (others is not None and max(points.values()) > others.loss):
+            break
+        measured = trials.increase(f"{HIDDEN} {size}", partial(stream.narrowed, size))
+        points[hidden_size - size] = max(*points.values(), measured)
         if target.field == "latency":
             try:
-                relative[hidden_size - size] = _latency(stream, size, trials, batch_shape)
+                relative[hidden_size - size] = _latency(stream, size, trials, run.batch_shape)
             except MoonshotError as error:  # the architecture may allow other sizes
                 refused[f"{HIDDEN} {size}"] = str(error)
     most = max(relative if target.field == "latency" else points)
-    sizes = [size for size in _sizes(stream, MEASURED[-1], multiple) if hidden_size - size <= most]
+    sizes = [size for size in sizes if hidden_size - size <= most]
     if multiple is not None and len(sizes) == 1:
         refused[HIDDEN] = f"no multiple of {multiple} is from {hidden_size - most} to {hidden_size - 1}"
     removed = [hidden_size - size for size in sizes]
@@ -153,13 +148,7 @@ def hidden_sizes(
     if target.field == "latency":
         shares = np.minimum.accumulate(np.interp(removed, list(relative), list(relative.values())))
         costs = {size: tables.costs_of(target).scaled(float(share)) for size, share in zip(sizes, shares, strict=True)}
-    else:
-        narrowings = {size: _narrowing(stream, size) for size in sizes}
-        costs = {
-            size: shape_costs(stream.model, tables.widths, target.unit, narrowing)
-            for size, narrowing in narrowings.items()
-        }
-    return HiddenSizes(stream, losses, costs, refused)
+    return HiddenSizes(stream, losses, costs, refused, prepared)
 
 
 def _sizes(stream: Stream, least: int, multiple: int | None) -> list[int]:
@@ -248,6 +237,7 @@ def narrow(hidden: HiddenSizes, tables: Tables, target: Target) -> Narrowed | No
     for size in hidden.ranked(tables, target):
         if size == hidden.width:
             return None
+        hidden.use_all_samples()
         try:
             model, reduction = cut_stream(hidden.stream, size)
         except MoonshotError as error:

@@ -1,10 +1,11 @@
-"""The predicted loss of every level, measured on the calibration data: the increase of the model's mean loss.
+"""The predicted loss of every level: how far the predictions diverge from the dense model's on the calibration data.
 
 The loss of a width is measured at a few levels, with OSSCAR's weights in all blocks, and interpolated monotonically
 (PCHIP, Fritsch and Carlson 1980) between them. The loss of a set of blocks is measured without these blocks, which are
 merged into the preceding ones where possible. All losses have one unit, nats for a language model, so their sum
-predicts the loss of a combination. The share of a removed block in the loss of a width, measured at one level, is
-subtracted.
+predicts the loss of a combination, also of a model with a smaller hidden size: to measure the parts of the narrowed
+model again gained nothing on the demo model. The share of a removed block in the loss of a width, measured at one
+level, is subtracted.
 
 The measured sets of blocks are the runs to merge with the least loss (merging.py). Where no run can be merged, they are
 the sets with the least loss by either of the two objectives (blocks.py), up to the number of blocks that reaches the
@@ -23,38 +24,32 @@ from scipy.interpolate import PchipInterpolator
 from torch import nn
 
 from ..model.layers import PrunableLayer
+from .blocks import BLOCKS
 from .costs import Costs, count_entries
 from .experts import ExpertCount, WithoutExperts
 from .program import Dimension, Product, Program
-from .widths import TRIALS, Width, trial_levels
+from .widths import Width, trial_levels
 
 # The largest fraction of the blocks that is removed.
 MOST_BLOCKS = 0.5
-# The most groups of consecutive blocks whose shares in the loss of a width are measured; a group has equal shares. One
-# for each of 30 blocks would take a quarter of the time of all measurements.
-MOST_SHARES = 8
+# The most groups of consecutive blocks whose shares in the loss of a width are measured, in a trial; a group has equal
+# shares. One for each of 30 blocks would take a quarter of the time of all measurements.
+MOST_SHARES, SHARED_TRIAL = 4, 1
 # The most numbers of removed blocks whose loss is measured.
-MOST_SIZES = 6
-BLOCKS = "blocks"  # the name of the dimension
+MOST_SIZES = 4
 HIDDEN = "hidden size"
 
 
 class MeasurableModel(Protocol):
-    """A model whose loss can be measured without some parts; the measurements are stored for a resumed run."""
+    """A dense model whose loss without some parts is measured: `Trials`."""
 
-    def loss(
-        self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False
-    ) -> float:
-        """The mean loss on the calibration data, or on `few` samples, while a change is applied; `key` is its name."""
+    def increase(self, key: str, changed: Callable[[], AbstractContextManager[None]], few: bool = False) -> float: ...
 
-    def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
-        """A context in which some layers have the weights of a trial."""
+    def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]: ...
 
-    def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
-        """A context in which some blocks are merged into the blocks before them, or return their input."""
+    def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]: ...
 
-    def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:
-        """Sets of `count` blocks, of at most `most`, whose loss is to be measured; none if no set can be removed."""
+    def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -86,18 +81,17 @@ def width_losses(model: MeasurableModel, width: Width, blocks: Sequence[Sequence
         width: with at least two levels.
         blocks: the layers of every block.
     """
-    dense, members = model.loss("dense", few=True), [layer for layer, _ in width.members]
-    levels = trial_levels(width)
+    members, levels = [layer for layer, _ in width.members], trial_levels(width)
     losses = level_losses(model, width, lambda trial: model.pruned(trial, members))
-    middle, size = len(TRIALS) // 2, math.ceil(len(blocks) / MOST_SHARES)
+    size = math.ceil(len(blocks) / MOST_SHARES)
     shares = list[float]()
     for start in range(0, len(blocks), size):
         inside = [[layer for layer in layers if layer in members] for layers in blocks[start : start + size]]
         stop, having = start + len(inside) - 1, sum(map(bool, inside))
         place = f"block {start}" if stop == start else f"blocks {start} to {stop}"
-        change = partial(model.pruned, middle, [layer for layers in inside for layer in layers])
-        key = f"{width.name} without {levels[middle]} in {place}"
-        share = max(0.0, model.loss(key, change, few=True) - dense) / having if having else 0.0
+        change = partial(model.pruned, SHARED_TRIAL, [layer for layers in inside for layer in layers])
+        key = f"{width.name} without {levels[SHARED_TRIAL]} in {place}"
+        share = max(0.0, model.increase(key, change, few=True)) / having if having else 0.0
         shares += [share if layers else 0.0 for layers in inside]
     total = sum(shares)
     shares = [share / total for share in shares] if total else [1 / len(blocks)] * len(blocks)
@@ -129,10 +123,10 @@ def level_losses(
         width: with at least two levels.
         changed: returns a context with the level of a trial in all blocks.
     """
-    dense, points = model.loss("dense"), {0: 0.0}
+    points = {0: 0.0}
     for trial, level in enumerate(trial_levels(width)):
         if level not in points:
-            loss = model.loss(f"{width.name} without {level}", partial(changed, trial)) - dense
+            loss = model.increase(f"{width.name} without {level}", partial(changed, trial))
             points[level] = max(loss, *points.values())
     return interpolated(points, width.levels)
 
@@ -151,10 +145,10 @@ def block_sets(model: MeasurableModel, most: int) -> BlockSets:
 
     The losses of `MOST_SIZES` sizes are measured; the others are interpolated.
     """
-    dense, sets = model.loss("dense"), list[tuple[int, ...]]([()])
+    sets = list[tuple[int, ...]]([()])
 
     def without(blocks: tuple[int, ...], few: bool = False) -> float:
-        return model.loss(f"without blocks {', '.join(map(str, blocks))}", partial(model.without, blocks), few)
+        return model.increase(f"without blocks {', '.join(map(str, blocks))}", partial(model.without, blocks), few)
 
     for size in range(1, most + 1):
         candidates = model.candidates(size, most)
@@ -163,7 +157,7 @@ def block_sets(model: MeasurableModel, most: int) -> BlockSets:
             sets.append(best)
     points, last = {0: 0.0}, len(sets) - 1
     for index in sorted({round(step * last / MOST_SIZES) for step in range(1, MOST_SIZES + 1)} - {0}):
-        points[index] = max(without(sets[index]) - dense, *points.values())
+        points[index] = max(without(sets[index]), *points.values())
     losses = interpolated(points, range(len(sets))) if last else (0.0,)
     return BlockSets(tuple(sets), losses)
 

@@ -1,16 +1,12 @@
 """Measure the losses and costs of the removable parts of a model."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from ..model.calls import frozen
 from ..objective.patterns import Structured
-from ..pipeline.inputs import Prepared, prepare, sample_folder
+from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.selection import select
-from ..pipeline.variant import Variant
-from ..progress import progress_bar
-from ..prune.layers import prune_layers
-from .decision import Tables, measure_tables
+from .decision import Tables, measure_tables, useful_widths
 from .experts import expert_trials
 from .hidden import HiddenSizes, check_reachable, find_hidden, hidden_sizes
 from .request import LAM_HEADS, Shrinking, check_tokens
@@ -18,8 +14,13 @@ from .trials import Trials
 from .widths import find_widths
 
 
-def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
-    """Measure losses and costs, and hidden sizes (None if fixed, or `narrowed` already); also returns all values."""
+def measure_parts(run: Shrinking, dense: Tables | None = None) -> tuple[Tables, HiddenSizes | None, dict[str, float]]:
+    """Measure losses and costs, and hidden sizes (None if fixed); also returns all measured values.
+
+    Args:
+        run: the request.
+        dense: the tables of the dense model if directions of its stream were removed since: the losses are theirs.
+    """
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
@@ -32,24 +33,15 @@ def measure_parts(run: Shrinking, narrowed: bool = False) -> tuple[Tables, Hidde
     with frozen(model):
         widths, refused = find_widths(model, prepared.probe, names, pattern.group)
         experts, no_experts = expert_trials(prepared, run.target)
-        stream, no_hidden = (None, {}) if narrowed else find_hidden(prepared)
+        stream, no_hidden = (None, {}) if dense is not None else find_hidden(prepared)
         refused = {**refused, **no_experts, **no_hidden}
         reduced = widths if experts is None else [*widths, experts[0]]
-        check_reachable(model, reduced, stream, run.target, refused, run.hidden_multiple)
-        trials = Trials(prepared, widths, _solve, run.resume_dir)
+        check_reachable(run, reduced, stream, refused)
+        widths = useful_widths(model, widths, run.target)
+        trials = Trials(prepared, widths, run.folder("measured"))
         try:
-            tables = measure_tables(model, trials, widths, refused, run.target, run.batch_shape, experts)
-            hidden = None
-            if stream is not None:
-                hidden = hidden_sizes(
-                    prepared, trials, stream, tables, run.target, run.batch_shape, run.hidden_multiple
-                )
+            tables = measure_tables(run, trials, widths, refused, experts, dense)
+            hidden = None if stream is None else hidden_sizes(run, prepared, trials, stream, tables)
             return tables, hidden, trials.measurements.values
         finally:
-            trials.release()
-
-
-def _solve(prepared: Prepared, variants: Sequence[Variant]) -> None:
-    shown = prepared.subject.progress
-    with progress_bar(total=len(prepared.selection.layers), desc="trials", unit="layer", shown=shown) as bar:
-        prune_layers(prepared, variants, bar)
+            trials.measurements.release()

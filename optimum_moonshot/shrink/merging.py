@@ -18,7 +18,7 @@ is close to deletion if tokens are few.
 
 For every number of blocks, dynamic programming finds the set of runs with the least sum of losses. The losses of single
 blocks are measured first, then the losses of the best quarter of the runs of each length, extended by a block at either
-end: two to three times as many runs as the model has blocks.
+end, until several short runs lose less than a long one: about twice as many runs as the model has blocks.
 
 The layers are found by a probe: a random change of the layer's output changes the block's by s times as much. The
 probe fails for a norm behind the layer (Gemma 2), experts, and blocks that are not sequential: such runs are deleted.
@@ -326,6 +326,8 @@ def measure_runs(
 ) -> dict[Run, float]:
     """Measure the losses of all runs of one block, then of the best quarter of each length, extended by one block.
 
+    Runs of a length are the last if none loses less than the best set of shorter ones.
+
     Args:
         possible: the runs that can be merged.
         most: the largest number of blocks to remove.
@@ -335,9 +337,12 @@ def measure_runs(
         The losses of the measured runs.
     """
     losses, runs = dict[Run, float](), sorted(run for run in possible if run[1] - run[0] == 1)
-    for _ in range(most):
+    for length in range(1, most + 1):
+        shorter = _least_losses(losses, length).get(length)
         measured = {run: measure(run, runs) for run in runs}
         losses |= measured
+        if not measured or shorter is not None and min(measured.values()) >= shorter[0]:
+            break
         best = sorted(measured, key=lambda run: measured[run])[: math.ceil(len(measured) / 4)]
         longer = {grown for before, last in best for grown in ((before, last + 1), (before - 1, last))}
         runs = sorted(longer.intersection(possible))
@@ -354,6 +359,11 @@ def best_sets(losses: dict[Run, float], most: int) -> dict[int, tuple[int, ...]]
     Returns:
         Ascending indices of 1 to `most` blocks, for every number that can be removed.
     """
+    return {count: blocks for count, (_, blocks) in _least_losses(losses, most).items() if count}
+
+
+def _least_losses(losses: dict[Run, float], most: int) -> dict[int, tuple[float, tuple[int, ...]]]:
+    """Like `best_sets`, with the losses, and an empty set of 0 blocks."""
     end = 1 + max((last for _, last in losses), default=-1)
     # For the blocks from `first` on: number of removed blocks → the least loss, and the removed blocks.
     tables: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())} for _ in range(end + 2)]
@@ -369,4 +379,4 @@ def best_sets(losses: dict[Run, float], most: int) -> dict[int, tuple[int, ...]]
                 if total <= most and (total not in table or loss + other < table[total][0]):
                     table[total] = loss + other, (*blocks, *others)
         tables[first] = table
-    return {count: blocks for count, (_, blocks) in tables[0].items() if count}
+    return tables[0]

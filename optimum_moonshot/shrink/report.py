@@ -46,7 +46,7 @@ class Candidate:
 
     allowed: tuple[str, ...]  # the dimensions among which it is the best
     removed: dict[str, int]  # dimension → number removed: blocks, or neurons or heads of every block
-    loss: float  # predicted increase of the mean calibration loss
+    loss: float  # predicted
     cost: float  # in the unit of the target
 
 
@@ -54,7 +54,7 @@ class Candidate:
 class ShrinkReport(JsonFields):
     """The decision of `MoonshotPruner.shrink`.
 
-    Losses are increases of the mean loss on the calibration data, in nats per token for a language model.
+    Losses are divergences from the dense model's predictions, in nats per token, or increases of a caller's loss.
     """
 
     unit: str  # of the target: "parameters", "bytes" or "seconds"

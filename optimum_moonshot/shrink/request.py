@@ -65,13 +65,7 @@ class Shrinking:
         return model_cost(model, self.target, self.batch_shape)
 
     def of_narrowed(self, model: PreTrainedModel, basis: Tensor, dense: float) -> "Shrinking":
-        """The request for the remaining parts of the model with a smaller hidden size.
-
-        Args:
-            model: the model with a smaller hidden size.
-            basis: as in `DenseTeacher`.
-            dense: the cost of the dense model.
-        """
+        """The request for the other parts of a model with a smaller hidden size; `dense` is the cost without that."""
         subject = dataclasses.replace(self.subject, model=model, teacher=DenseTeacher(self.teacher, basis=basis))
         target = dataclasses.replace(self.target, dense=dense)
         return dataclasses.replace(self, subject=subject, target=target, resume_dir=self.folder("narrowed"))

@@ -161,7 +161,7 @@ def shrink_narrowed(
         model, report = apply_decision(smaller, narrowed.sufficient(costs.unit, budget, cost), narrowed.model, None)
     else:
         with called_by(narrowed.model, run.forward):
-            parts, _, others = measure_parts(smaller, narrowed=True)
+            parts, _, others = measure_parts(smaller, tables)
         model, report = remove_parts(smaller, parts, others)
     narrowed.complete(report, tables, run.target, measured)
     attach_decision(model, report)

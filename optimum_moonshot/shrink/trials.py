@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,22 +15,23 @@ from ..calibration.statistic import NOT_FINITE
 from ..errors import require
 from ..model.calls import evaluation_mode
 from ..model.depth import BlockSearch
-from ..model.layers import PrunableLayer, find_blocks, find_structure
-from ..pipeline.calibration_loss import mean_loss, remember_outputs
+from ..model.layers import PrunableLayer, find_structure
+from ..pipeline.calibration_loss import against_dense, mean_loss
 from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import MEASURED, Parts, RunFolder
-from ..pipeline.selection import select
 from ..pipeline.variant import Variant, run_parts
-from .blocks import BlockScores, score_blocks
-from .losses import BLOCKS
+from ..progress import progress_bar
+from ..prune.layers import prune_layers
+from ..solvers.osscar import OSSCAR, Draft
+from .blocks import BLOCKS, BlockScores, score_blocks
 from .merging import Merging, Run, best_sets, find_output_layers, measure_runs
-from .widths import Width, trial_configs
+from .widths import TRIALS, Width, trial_levels
 
-# Samples on which losses are measured, spread over the calibration data; and on which parts are only compared with each
-# other, for which the difference of two losses on the same samples is precise enough.
-SAMPLES, FEW = 16, 4
-
-Solve = Callable[[Prepared, Sequence[Variant]], None]  # solves all layers of the variants
+# The least samples and tokens on which losses are measured, on which parts are only compared with each other, and to
+# which trials are fitted.
+MEASURED_ON, COMPARED_ON, FITTED_TO = (6, 1536), (2, 512), (16, 4096)
+# The most blocks of a run that is merged, or a fifth of the model's.
+LONGEST_RUN = 4
 
 
 class Measurements:
@@ -58,64 +59,80 @@ class Measurements:
 
 
 class Trials:
-    """A dense, frozen model whose widths are pruned in trials at λ = 1, all by one pass over the data.
+    """Trials of a dense, frozen model, fitted to some samples and measured on others; `folder` has the measurements."""
 
-    `solve` runs the trials, once a measurement needs them; `folder` is for their weights and the measurements.
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        widths: Sequence[Width],
-        solve: Solve,
-        folder: str | os.PathLike[str] | None,
-    ):
-        config = prepared.selection.config
+    def __init__(self, prepared: Prepared, widths: Sequence[Width], folder: Path | None):
         self.prepared = dataclasses.replace(prepared, selection=prepared.selection.of_the_dense_model(lam=1.0))
-        self.blocks = [module for _, module in find_blocks(prepared.model)]
         self.refused = dict[str, str]()  # numbers of blocks that cannot be removed, with the reason
-        self.configs, self.solve, self.variants = trial_configs(config, widths), solve, list[Variant]()
-        self.folder = None if folder is None else Path(folder)
-        parts = run_parts(prepared, prepared.selection)
-        stored = None if self.folder is None else RunFolder(self.folder / "measured", "resume_dir")
-        self.measurements = Measurements(stored, parts)
-        self.measuring, self.comparing = self._on(SAMPLES), self._on(FEW)
+        self.widths, self._dense = widths, dict[bool, float]()  # the dense model's loss, on few samples or more
+        stored = None if folder is None else RunFolder(folder, "resume_dir")
+        self.measurements = Measurements(stored, run_parts(prepared, prepared.selection))
+        data = self.prepared.calibration
+        measured = data.spread(data.at_least(*MEASURED_ON))
+        self.samples = measured, measured.spread(data.at_least(*COMPARED_ON))
+        fitted = data.spread(data.at_least(*FITTED_TO), without=measured.num_samples)
+        self.fitting = dataclasses.replace(self.prepared, data=fitted)
         structure = self.prepared.selection.structure
         with evaluation_mode(prepared.model):
             outputs = find_output_layers(prepared.model, structure.blocks, prepared.probe)
-        self.merging, self._merged = Merging(self.prepared, outputs), dict[int, tuple[int, ...]]()
+        self.merging = Merging(self.prepared, outputs)  # for the smaller model, by all samples
+        self.merging_trials, self._merged = Merging(self.fitting, outputs), dict[int, tuple[int, ...]]()
 
-    def _on(self, count: int) -> Prepared:
-        """The prepared run on at most `count` samples, with the dense model's outputs if losses need them."""
-        prepared = dataclasses.replace(self.prepared, data=self.prepared.calibration.spread(count))
-        remember_outputs(prepared)
-        return prepared
+    @cached_property
+    def measuring(self) -> Prepared:
+        return against_dense(self.prepared, self.samples[0])
 
-    def loss(
-        self, key: str, changed: Callable[[], AbstractContextManager[None]] | None = None, few: bool = False
-    ) -> float:
+    @cached_property
+    def comparing(self) -> Prepared:
+        return against_dense(self.prepared, self.samples[1])
+
+    def increase(self, key: str, changed: Callable[[], AbstractContextManager[None]], few: bool = False) -> float:
+        """The increase of the mean loss, on `few` samples or more, by a change; `key` is its name."""
+
         def measure() -> float:
-            change = nullcontext() if changed is None else changed()
-            with change, torch.no_grad(), evaluation_mode(self.prepared.model):
-                loss = mean_loss(self.comparing if few else self.measuring)
-            measured = "dense model" if changed is None else f"model, {key},"
-            require(math.isfinite(loss), f"the calibration loss of the {measured} is {loss}", hint=NOT_FINITE)
-            return loss
+            prepared = self.comparing if few else self.measuring
+            with torch.no_grad(), evaluation_mode(self.prepared.model):
+                if few not in self._dense:
+                    self._dense[few] = 0.0 if self.prepared.subject.loss is None else mean_loss(prepared)
+                with changed():
+                    loss = mean_loss(prepared)
+            require(math.isfinite(loss), f"the calibration loss of the model, {key}, is {loss}", hint=NOT_FINITE)
+            return loss - self._dense[few]
 
-        return self.measurements.keep(f"{key}, {FEW} samples" if few else key, measure)
+        return self.measurements.keep(f"{key}, few samples" if few else key, measure)
 
     def pruned(self, trial: int, layers: Sequence[PrunableLayer]) -> AbstractContextManager[None]:
-        if not self.variants:
-            self._solve()
-        variant, names = self.variants[trial], {layer.name for layer in layers}
+        variant, names = self._variants[trial], {layer.name for layer in layers}
         partial_variant = Variant(self.prepared.model, variant.selection, variant.store)
         partial_variant.skipped = {layer.name: "" for layer in variant.selection.layers if layer.name not in names}
         return partial_variant.applied()
 
+    @cached_property
+    def _variants(self) -> list[Variant]:
+        """The model with every trial of all widths, by one pass over the samples of a fit."""
+        selection, shown = self.fitting.selection, self.prepared.subject.progress
+        solver: Any = selection.solver
+        solver = Draft(**dataclasses.asdict(solver)) if type(solver) is OSSCAR else solver
+        prepared = dataclasses.replace(self.fitting, selection=dataclasses.replace(selection, solver=solver))
+        members, variants = {layer.name: width for width in self.widths for layer, _ in width.members}, []
+        for trial in range(len(TRIALS)):
+            patterns: dict[str, Any] = dict(selection.patterns)
+            for name, width in members.items():
+                sparsity = width.sparsity(trial_levels(width)[trial])
+                patterns[name] = dataclasses.replace(patterns[name], sparsity=sparsity)
+            of_trial = dataclasses.replace(prepared.selection, patterns=patterns)
+            # In host memory the trials of a Llama would need as much as the model.
+            variants.append(Variant.open(prepared, of_trial, None, "resume_dir", spilling=True))
+            variants[-1].skipped = {layer.name: "" for layer in selection.layers if layer.name not in members}
+        with progress_bar(total=len(selection.layers), desc="trials", unit="layer", shown=shown) as bar:
+            prune_layers(prepared, variants, bar)
+        return variants
+
     def without(self, blocks: Sequence[int]) -> AbstractContextManager[None]:
-        if self.merging.runs(blocks):  # the runs of all candidates by one pass
-            self.merging.fit([run for candidate in self._merged.values() for run in self.merging.runs(candidate)])
-        return self.merging.applied(blocks)
+        merging = self.merging_trials
+        if merging.runs(blocks):  # the runs of all candidates by one pass
+            merging.fit([run for candidate in self._merged.values() for run in merging.runs(candidate)])
+        return merging.applied(blocks)
 
     def candidates(self, count: int, most: int) -> Sequence[tuple[int, ...]]:
         search, refusals = self._search, dict[tuple[int, ...], str | None]()
@@ -137,24 +154,19 @@ class Trials:
 
     def _best_sets(self, most: int) -> dict[int, tuple[int, ...]]:
         """The sets of runs to merge with the least loss on few samples, by their number of blocks."""
-        # Not on the samples that compare the runs: a fit to 16 samples lowers the loss on them by 0.02 nats.
-        samples = self.prepared.calibration.spread(SAMPLES, without=FEW)
-        merging = Merging(dataclasses.replace(self.prepared, data=samples), self.merging.outputs)
-        count = len(self.blocks)
-        pairs = [(before, last) for before in range(count) for last in range(before + 1, min(before + most + 1, count))]
+        merging, count = self.merging_trials, len(self.merging.blocks)
+        longest = min(most, max(LONGEST_RUN, count // 5))
+        pairs = [(before, before + length) for length in range(1, longest + 1) for before in range(count - length)]
         possible = {run for run in pairs if merging.runs(range(run[0] + 1, run[1] + 1)) == [run]}
-        dense = self.loss("dense", few=True)
 
         def measure(run: Run, runs: Sequence[Run]) -> float:
-            @contextmanager
-            def merged() -> Iterator[None]:
+            def merged() -> AbstractContextManager[None]:
                 if run not in merging.fitted:
                     merging.fitted.clear()  # shorter runs
                     merging.fit(runs)
-                with merging.applied(range(run[0] + 1, run[1] + 1)):
-                    yield
+                return merging.applied(range(run[0] + 1, run[1] + 1))
 
-            return self.loss(f"merging blocks {run[0] + 1} to {run[1]}", merged, few=True) - dense
+            return self.increase(f"merging blocks {run[0] + 1} to {run[1]}", merged, few=True)
 
         return best_sets(measure_runs(possible, most, measure), most)
 
@@ -167,20 +179,5 @@ class Trials:
     def _scores(self) -> BlockScores:
         # All layers: a block may be removed even if none of its layers is selected.
         structure = find_structure(self.prepared.model)
-        selection = dataclasses.replace(self.measuring.selection, structure=structure)
-        return score_blocks(dataclasses.replace(self.measuring, selection=selection))
-
-    def release(self) -> None:
-        """Release the folders for other runs, and the weights of the trials."""
-        for variant in self.variants:
-            variant.store.release()
-        self.measurements.release()
-        self.variants = []
-
-    def _solve(self) -> None:
-        for index, config in enumerate(self.configs):
-            folder = None if self.folder is None else self.folder / f"trial-{index}"
-            selection = select(self.prepared.model, config)
-            # In host memory the five trials of a Llama would need 1.8 times as much as the model.
-            self.variants.append(Variant.open(self.prepared, selection, folder, "resume_dir", spilling=True))
-        self.solve(self.prepared, self.variants)
+        selection = dataclasses.replace(self.prepared.selection, structure=structure)
+        return score_blocks(dataclasses.replace(self.prepared, selection=selection, data=self.measuring.data))

@@ -8,12 +8,10 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import MoonshotConfig
 from ..data.batches import Batch
 from ..model.compaction import Family, GroupSearch
 from ..model.layers import PrunableLayer
@@ -52,17 +50,14 @@ def trial_levels(width: Width) -> tuple[int, ...]:
     return tuple(min((smallest, *others), key=lambda level: abs(level - share * width.count)) for share in TRIALS)
 
 
-def trial_configs(config: MoonshotConfig, widths: Sequence[Width]) -> list[MoonshotConfig]:
-    """The configuration of every trial at λ = 1, which names the sparsity of each layer; other layers stay dense."""
-    levels = {width: trial_levels(width) for width in widths}
-    configs = []
-    for trial in range(len(TRIALS)):
-        allocation: dict[str, float | str] = {
-            layer.name: width.sparsity(levels[width][trial]) for width in widths for layer, _ in width.members
-        }
-        settings: dict[str, Any] = {"sparsity": 0.0, "allocation": allocation or "uniform", "lam": 1.0, "recover": None}
-        configs.append(dataclasses.replace(config, **settings))
-    return configs
+def within(width: Width, savings: Sequence[float], excess: float) -> Width:
+    """A width up to the first trial that saves an excess of cost alone, by the savings of its levels.
+
+    To remove more would only add to the loss.
+    """
+    enough = (level for level in trial_levels(width) if savings[width.levels.index(level)] >= excess)
+    last = next(enough, width.levels[-1])
+    return dataclasses.replace(width, levels=tuple(level for level in width.levels if level <= last))
 
 
 def find_widths(

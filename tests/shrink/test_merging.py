@@ -10,11 +10,12 @@ from llama_runs import assert_same, weights
 from models import GROUPED, image_batches, make, spread, token_batches
 from test_shrink import BATCHES, CONFIG, logits, shrunk
 
-from optimum_moonshot import MoonshotConfig, PruneReport
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport
 from optimum_moonshot.data.batches import spread_samples
 from optimum_moonshot.model.calls import first_tensor
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.model.layers import find_blocks, find_structure
+from optimum_moonshot.model.losses import Divergence
 from optimum_moonshot.pipeline.inputs import prepare
 from optimum_moonshot.pipeline.selection import Subject, select
 from optimum_moonshot.shrink import trials
@@ -207,16 +208,28 @@ def test_the_merged_model_is_a_stock_model(name, tmp_path):
     assert loaded.config.moonshot["shrink"]["merged"] == list(report.merged)
 
 
-def test_the_predicted_loss_is_that_of_the_merged_model():
-    """With at most 16 samples, all of them measure it."""
+def test_the_predicted_loss_is_the_divergence_of_the_merged_model():
+    """With few samples, all of them measure it."""
     model = make("llama")
     pruner, report = shrunk(model=model, config=alone("llama"), parameters=0.85)
+    divergence, losses = Divergence(model), []
+    with torch.no_grad():
+        for batch in BATCHES:
+            divergence.remember(model(**batch), batch)
+            losses.append(divergence(pruner.model(**batch), batch))
+    assert report.chosen.loss == pytest.approx(torch.cat(losses).mean().item(), abs=1e-3)
 
-    def loss(any_model):
-        with torch.no_grad():
-            return sum(any_model(**b, labels=b["input_ids"]).loss.item() for b in BATCHES) / len(BATCHES)
 
-    assert report.chosen.loss == pytest.approx(max(0, loss(pruner.model) - loss(model)), abs=1e-3)
+def test_the_predicted_loss_is_the_increase_of_a_loss_that_the_caller_gives():
+    def loss(output, batch):
+        return output.logits.square().mean((1, 2))
+
+    model = make("llama")
+    pruner = MoonshotPruner(model, alone("llama"))
+    report = pruner.shrink(BATCHES, parameters=0.85, loss=loss, progress=False)
+    with torch.no_grad():
+        after, before = (sum(loss(each(**b), b).mean().item() for b in BATCHES) for each in (pruner.model, model))
+    assert report.chosen.loss == pytest.approx(max(0, (after - before) / len(BATCHES)), abs=1e-3)
 
 
 def test_blocks_behind_a_norm_are_deleted_with_a_note():
@@ -279,6 +292,12 @@ def test_few_runs_are_measured():
     assert {run for run in measured if run[1] - run[0] == 1} == {run for run in possible if run[1] - run[0] == 1}
     assert (25, 28) in measured and (0, 2) not in measured
     assert all(run[1] - run[0] == 1 for run in measure_runs(possible, 1, lambda *_: -1.0))
+
+
+def test_longer_runs_are_not_measured_once_several_short_ones_lose_less():
+    possible = {(before, before + length) for before in range(9) for length in (1, 2, 3, 4) if before + length < 10}
+    losses = measure_runs(possible, 4, lambda run, _: float((run[1] - run[0]) ** 2))
+    assert max(last - before for before, last in losses) == 2  # of 4, where two runs of 1 lose 2
 
 
 def test_a_repeated_run_measures_no_run_again(monkeypatch, tmp_path):

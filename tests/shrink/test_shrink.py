@@ -18,7 +18,6 @@ from optimum_moonshot.commands.moonshot import MoonshotCommand
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
 from optimum_moonshot.shrink import hidden, latency, request, trials
-from optimum_moonshot.shrink import measurements as shrink_measurements
 from optimum_moonshot.shrink import parts as shrink_parts
 from optimum_moonshot.shrink import run as shrink
 from optimum_moonshot.shrink.report import ShrinkReport
@@ -251,7 +250,7 @@ def test_a_repeated_run_resumes_with_the_measurements_for_any_target(monkeypatch
 
     monkeypatch.setattr(calibration_loss, "mean_loss", fail)
     monkeypatch.setattr(trials, "mean_loss", fail)
-    monkeypatch.setattr(shrink_measurements, "_solve", fail)
+    monkeypatch.setattr(trials, "prune_layers", fail)
     pruner, second = shrunk(parameters=0.7, resume_dir=tmp_path)
     assert dataclasses.replace(second) == first and list(second.measured) == list(first.measured)
     _, other = shrunk(parameters=0.9, resume_dir=tmp_path)

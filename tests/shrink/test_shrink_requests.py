@@ -98,21 +98,13 @@ def test_a_loss_that_is_not_finite(value):
     """Of a model that returns NaN or infinity, or with gradients whose squares overflow."""
     model = make("llama")
     model.lm_head.weight.data[3] = value
-    with pytest.raises(
-        MoonshotError, match=r"NaN or infinite|the calibration loss of the dense model is (nan|inf); ch"
-    ):
+    with pytest.raises(MoonshotError, match="NaN or infinite values"):
         MoonshotPruner(model, CONFIG).shrink(BATCHES, parameters=0.7, progress=False)
 
 
 def test_a_loss_that_is_not_finite_without_some_parts(monkeypatch):
     """The dense model works, but not the one without a number of neurons, as where float16 overflows."""
-    mean_loss, measured = trials.mean_loss, []
-
-    def fails_later(prepared):
-        measured.append(mean_loss(prepared))
-        return measured[0] if len(measured) <= 2 else float("nan")  # with few samples, and with all
-
-    monkeypatch.setattr(trials, "mean_loss", fails_later)
+    monkeypatch.setattr(trials, "mean_loss", lambda prepared: float("nan"))
     with pytest.raises(
         MoonshotError, match="the calibration loss of the model, heads without 1, is nan; check the mod"
     ):

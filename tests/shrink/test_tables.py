@@ -14,7 +14,7 @@ from optimum_moonshot.shrink.costs import shape_costs
 from optimum_moonshot.shrink.latency import latency_costs, model_latency
 from optimum_moonshot.shrink.losses import block_sets, build_program, interpolated, width_losses
 from optimum_moonshot.shrink.target import Target
-from optimum_moonshot.shrink.widths import find_widths, trial_levels
+from optimum_moonshot.shrink.widths import TRIALS, Width, find_widths, trial_levels, within
 
 
 def parts(name):
@@ -61,6 +61,15 @@ def test_interpolation_passes_the_points_and_is_monotone():
     assert values[95] - values[85] == pytest.approx(10 * 1.7 / 35)
 
 
+def test_a_width_ends_at_the_first_trial_that_reaches_the_target_alone():
+    width = Width("neurons", 100, (), tuple(range(0, 76, 5)), {})
+    savings = [2.0 * level for level in width.levels]
+    assert within(width, savings, 40).levels[-1] == 25 and within(width, savings, 51).levels[-1] == 40
+    assert within(width, savings, 500).levels == width.levels
+    assert trial_levels(within(width, savings, 40)) == (10, 25, 25, 25, 25)
+    assert trial_levels(width) == tuple(round(100 * share) for share in TRIALS)
+
+
 class Additive:
     """A model whose loss is the sum of those of its parts: of each block, and of the neurons of each."""
 
@@ -69,11 +78,9 @@ class Additive:
     def __init__(self, levels):
         self.levels, self.now = levels, 0.0
 
-    def loss(self, key, changed=None, few=False):
-        if changed is None:
-            return 1.0
+    def increase(self, key, changed, few=False):
         with changed():
-            return 1.0 + self.now
+            return self.now
 
     @contextmanager
     def pruned(self, trial, layers):
@@ -110,10 +117,10 @@ def test_the_shares_of_many_blocks_are_measured_in_groups():
     (width,) = (each for each in widths if each.name == "neurons")
     blocks = [block.layers for block in find_structure(model).blocks]
     measured, calls = Additive(trial_levels(width)), []
-    loss = measured.loss
-    measured.loss = lambda key, *arguments, **options: calls.append(key) or loss(key, *arguments, **options)
-    shares = width_losses(measured, width, [*blocks, *[()] * 13]).shares  # 8 pairs of blocks
-    assert shares == pytest.approx((5 / 12, 5 / 12, 1 / 6, *[0] * 13))
+    increase = measured.increase
+    measured.increase = lambda key, *arguments, **options: calls.append(key) or increase(key, *arguments, **options)
+    shares = width_losses(measured, width, [*blocks, *[()] * 5]).shares  # 4 pairs of blocks
+    assert shares == pytest.approx((5 / 12, 5 / 12, 1 / 6, *[0] * 5))
     places = [key.partition(" in ")[2] for key in calls if " in " in key]
     assert places == ["blocks 0 to 1", "blocks 2 to 3"]
 

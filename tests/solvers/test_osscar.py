@@ -11,8 +11,9 @@ from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective import linalg as slices_module
 from optimum_moonshot.objective.patterns import Structured
+from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers import make_solver, osscar
-from optimum_moonshot.solvers.osscar import RowSupport
+from optimum_moonshot.solvers.osscar import OSSCAR, Draft, RowSupport
 
 
 def prune(tensors, lam, sparsity, group=1, **more):
@@ -132,3 +133,36 @@ def test_given_zeros_in_removed_columns_change_nothing(lam):
     with_zeros[2, removed] = 0
     first, second = (prune((each, gram, gradients), lam, 0.25) for each in (scarce, with_zeros))
     assert torch.equal(first.keep, second.keep) and (first.weight - second.weight).norm() <= 1e-3 * weight.norm()
+
+
+def path(solver, group, sparsities=(0.1, 0.5, 0.8), rows=24, inputs=64):
+    """The losses and results of a solver on random inputs with correlated columns."""
+    generator = torch.Generator().manual_seed(0)
+    inputs_by_token = torch.randn(400, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
+    weight = torch.randn(rows, inputs, generator=generator)
+    objective = Quadratic.build(weight, inputs_by_token.T @ inputs_by_token, None, 1.0)
+    results = solver.solve_path(objective, [Structured(sparsity, group) for sparsity in sparsities])
+    return [loss.total for loss in objective.losses(*(result.weight for result in results))], results
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_draft_that_removes_a_group_at_a_time_is_osscar(group, monkeypatch):
+    monkeypatch.setattr(osscar, "DRAFT_STEP", 1e-9)
+    for draft, exact in zip(path(Draft(), group)[1], path(OSSCAR(), group)[1], strict=True):
+        assert torch.equal(draft.keep, exact.keep)
+        torch.testing.assert_close(draft.weight, exact.weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_draft_that_removes_several_groups_at_a_time_loses_little(group):
+    (drafts, results), (exact, _) = path(Draft(), group, inputs=256), path(OSSCAR(), group, inputs=256)
+    counts = [round(sparsity * 256 / group) * group for sparsity in (0.1, 0.5, 0.8)]
+    assert [int((~result.keep[0]).sum()) for result in results] == counts
+    assert all(draft <= 1.3 * loss for draft, loss in zip(drafts, exact, strict=True))
+
+
+def test_a_draft_of_a_singular_quadratic_raises_the_damping():
+    weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    objective = Quadratic.build(weight, torch.ones(8, 8), None, 1.0)
+    (result,) = Draft(damping=1e-9).solve_path(objective, [Structured(0.5)])
+    assert result.damping >= 1e-9 and torch.isfinite(result.weight).all()
