@@ -309,7 +309,7 @@ for _field in OPTIONS.values():
 # budget → (unstructured, n:m): fields beside pattern and sparsity, by the measurements of `benchmarks/beyond.py`
 # (docs/choosing.md). Gradual recovery selects weights again by the reconstruction error alone, which would discard a
 # selection by λ < 1. n:m has equal sparsity in every layer, and λ = 1: on SmolLM2-135M at 2:4, ALPS with λ = 0.9 takes
-# 1.6 times as long, at the same perplexity and 1% to 2% less divergence from the dense model (two seeds).
+# 1.6 times as long, at the same perplexity and 2% less divergence from the dense model (three seeds).
 _BASIS, ALLOCATION = {"solver": "alps", "rotation": "learned"}, {"allocation": "fisher"}
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper": ({"fisher": "rows"}, {"fisher": "rows"}),

@@ -290,11 +290,11 @@ class Trace:
 
         With `whole`, one pass collects all layers of a block, whatever the memory.
         """
-        self.phases[phase] = found = self.rehearse(run, phase)
+        self.phases[phase] = rehearsed = self.rehearse(run, phase)
         blocks = tuple(dropwhile(lambda block: not block.layers, run.in_turn))
         count, backward, plans = len(blocks), run.backward, list[BlockPlan]()
-        cache, unit = int(found.hidden * run.samples), int(found.hidden * run.batch)
-        head, visit = found.head.at(run.batch), found.visit.slope * run.batch
+        cache, unit = int(rehearsed.hidden * run.samples), int(rehearsed.hidden * run.batch)
+        head, visit = rehearsed.head.at(run.batch), rehearsed.visit.slope * run.batch
         if run.gradients and count:  # a pass of the dense model caches the inputs of all blocks
             weighed = sum(run.selection.lam_of(layer) < 1 for layer in run.selection.layers) * run.forward
             self.add("token weights", self.device, 4 * run.samples * run.tokens * weighed)
@@ -317,16 +317,16 @@ class Trace:
 
     def _block(self, run: RunSpec, phase: str, block: Block, index: int, solver: str | None, whole: bool) -> BlockPlan:
         """Count all passes at a block, and the solver of its layers."""
-        found, spec, layers = self.phases[phase], run.statistics, block.layers
-        head, visit = found.head.at(run.batch), found.visit.slope * run.batch
+        rehearsed, spec, layers = self.phases[phase], run.statistics, block.layers
+        head, visit = rehearsed.head.at(run.batch), rehearsed.visit.slope * run.batch
         together = [Part(layers, (0,) * len(layers))]
         parts = together if whole else partition(layers, spec, max(1, self._room()[self.device]))
         statistics = max(_part_bytes(spec, part) for part in parts)
-        self.store("statistics", min(statistics, int(found.visit.fixed or statistics)))
+        self.store("statistics", min(statistics, int(rehearsed.visit.fixed or statistics)))
         self.snapshot(phase, block.name, max(visit, head * run.gradients), activations=int(visit))
         rows = {part.layers[0].name: part.slices[0].stop for part in parts if part.slices}
         for layer in layers if solver is not None else ():
-            size = self._solver_bytes(found, run, layer, rows.get(layer.name))
+            size = self._solver_bytes(rehearsed, run, layer, rows.get(layer.name))
             self.snapshot(solver or "", layer.name, max(visit, head * run.gradients), solver=size)
             self.add("results", run.result_place, run.result_bytes(layer) if solver == "solver" else 0)
         del self.held["statistics"]
@@ -338,8 +338,8 @@ class Trace:
         slices = {part.layers[0].name: len(part.slices) for part in parts if part.slices}
         return BlockPlan(block.name, len(parts), passes, slices)
 
-    def _solver_bytes(self, found: Rehearsed, run: RunSpec, layer: PrunableLayer, rows: int | None) -> int:
-        trial = found.trials.get(run.key(layer))
+    def _solver_bytes(self, rehearsed: Rehearsed, run: RunSpec, layer: PrunableLayer, rows: int | None) -> int:
+        trial = rehearsed.trials.get(run.key(layer))
         if trial is None:  # no sample of the rehearsal has reached it
             return 0
         if layer.separate or rows is None:
@@ -372,9 +372,9 @@ class Trace:
         samples = min(part_size(run.samples), run.batch)
         per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
         per_weight += 8 if config.bits or config.has_budget else 0  # the weight on the grid and its gradient
-        self.phases["recovery"] = found = self.rehearse(run.dense(GramMatrices, 1.0, True), "recovery")
-        activations = int(found.visit.slope * samples * 4 / run.itemsize)
-        self.store("streams", 2 * int(found.hidden * run.samples))
+        self.phases["recovery"] = rehearsed = self.rehearse(run.dense(GramMatrices, 1.0, True), "recovery")
+        activations = int(rehearsed.visit.slope * samples * 4 / run.itemsize)
+        self.store("streams", 2 * int(rehearsed.hidden * run.samples))
         for block in (block for block in run.in_turn if block.layers):
             others = _trained_beside(run, block)
             trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) + sum(map(torch.numel, others))
@@ -390,10 +390,10 @@ class Trace:
         placement = Placement.within(size, run.storage)
         if not placement.trains:
             return False
-        self.phases["recovery"] = found = self.rehearse(run.dense(GramMatrices, 1.0, True), "recovery")
+        self.phases["recovery"] = rehearsed = self.rehearse(run.dense(GramMatrices, 1.0, True), "recovery")
         samples = min(part_size(run.samples), run.batch)
-        activations = int(samples * (found.visit.slope * len(run.in_turn) + 1.5 * run.logits))
-        self.store("streams", int(found.hidden * run.samples))
+        activations = int(samples * (rehearsed.visit.slope * len(run.in_turn) + 1.5 * run.logits))
+        self.store("streams", int(rehearsed.hidden * run.samples))
         self.add("training", HOST, size.host if placement.on_host else size.best)
         self.add("training", self.device, size.copy + (0 if placement.on_host else size.state))
         self.snapshot("recovery", "the model", activations=min(activations, run.storage.available()))

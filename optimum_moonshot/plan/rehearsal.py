@@ -1,8 +1,8 @@
 """A rehearsal of a run: its own walk over the first blocks of every kind and a few samples, under a timer and a probe
 of the memory, with some rows of every matrix solved.
 
-The other blocks return their input meanwhile. What one block more and one sample more take is the difference of two
-rehearsals; memory.py and run.py multiply it by their numbers.
+The other blocks return their input meanwhile. Two rehearsals differ by one block or one sample: memory.py and run.py
+multiply the difference of their memory and time by the numbers of blocks and samples.
 """
 
 import dataclasses

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..config import MoonshotConfig
+from ..data.text import CalibrationData
 from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
@@ -94,12 +95,7 @@ def make_plan(
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
         model=_describe(model, run),
-        data={
-            "num_samples": data.num_samples,
-            "sequence_length": data.sequence_length,
-            "batches": len(run.sizes),
-            "batch_size": run.batch,
-        },
+        data=_describe_data(data, run),
         device=str(run.device),
         available=free,
         blocks=passes,
@@ -119,6 +115,11 @@ def _estimate(rehearsal: Rehearsal | None, run: RunSpec) -> str:
     return f"an estimate from the first blocks of every kind, by passes of at most {passed}"
 
 
+def _describe_data(data: CalibrationData, run: RunSpec) -> dict[str, Any]:
+    sizes = {"num_samples": data.num_samples, "sequence_length": data.sequence_length}
+    return sizes | {"batches": len(run.sizes), "batch_size": run.batch}
+
+
 def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
@@ -132,8 +133,8 @@ def _describe(model: nn.Module, run: RunSpec) -> dict[str, Any]:
 def seconds_of(trace: Trace, ready: float, reading: float) -> dict[str, float]:
     """The seconds of every phase, and in "total"; `ready` are those before, `reading` those of all blocks."""
     run, config, phases = trace.run, trace.run.selection.config, trace.phases
-    seconds = {name: found.seconds for name, found in phases.items()}
-    solving = {name: _solving(run, found) for name, found in phases.items()}
+    seconds = {name: rehearsed.seconds for name, rehearsed in phases.items()}
+    solving = {name: _solving(run, rehearsed) for name, rehearsed in phases.items()}
     if config.rotation is not None:
         seconds["rotation"] += rotation_products(run.selection) * _product_seconds(run.device)
     if config.allocation == "fisher":
@@ -152,9 +153,9 @@ def seconds_of(trace: Trace, ready: float, reading: float) -> dict[str, float]:
     return {**seconds, "total": sum(seconds.values())}
 
 
-def _solving(run: RunSpec, found: Rehearsed) -> float:
+def _solving(run: RunSpec, rehearsed: Rehearsed) -> float:
     """Seconds in the solver of all matrices."""
-    trials = [(layer, found.trials.get(run.key(layer))) for layer in run.selection.layers]
+    trials = [(layer, rehearsed.trials.get(run.key(layer))) for layer in run.selection.layers]
     return sum(trial.seconds * (layer.groups if layer.separate else 1) for layer, trial in trials if trial is not None)
 
 

@@ -109,13 +109,13 @@ def try_rows(
     rows = gradients.count if isinstance(gradients, SampleGradients) else rows  # of a slice
 
     def tried(count: int, probe: Any = None) -> float:
-        own: Any = gradients
-        if isinstance(own, SampleGradients):  # as many as in the run
-            few = own.gradients[:, :count]
-            own = SampleGradients(few.repeat(-(-run.samples // len(few)), 1, 1)[: run.samples])
-        elif own is not None:
-            own = own[:count] if isinstance(own, Tensor) else own.part(slice(count))
-        part, matrix = dataclasses.replace(statistics, gradients=own), weight[:count].contiguous()
+        of_rows: Any = gradients
+        if isinstance(of_rows, SampleGradients):  # as many as in the run
+            few = of_rows.gradients[:, :count]
+            of_rows = SampleGradients(few.repeat(-(-run.samples // len(few)), 1, 1)[: run.samples])
+        elif of_rows is not None:
+            of_rows = of_rows[:count] if isinstance(of_rows, Tensor) else of_rows.part(slice(count))
+        part, matrix = dataclasses.replace(statistics, gradients=of_rows), weight[:count].contiguous()
         with ExitStack() as stack:
             stack.enter_context(suppress(FactorizationError))  # raised after most of the time
             if probe is not None:

@@ -109,17 +109,17 @@ def measure_tables(
 
 
 def _with_losses(dense: Tables, widths: Sequence[Width]) -> tuple[list[Width], list[WidthLosses]]:
-    """The widths, and levels of them, whose losses in the dense model are known, and these losses."""
-    known, losses = list[Width](), list[WidthLosses]()
+    """The widths, and levels of them, whose losses in the dense model were measured, and these losses."""
+    measured_widths, losses = list[Width](), list[WidthLosses]()
     measured = {width.name: pair for pair in zip(dense.widths, dense.losses, strict=True) for width in pair[:1]}
     for width in widths:
         former, loss = measured.get(width.name, (width, None))
         if loss is not None and former.count == width.count:
             by_level = dict(zip(former.levels, loss.losses, strict=True))
             levels = tuple(level for level in width.levels if level in by_level)
-            known.append(dataclasses.replace(width, levels=levels))
+            measured_widths.append(dataclasses.replace(width, levels=levels))
             losses.append(WidthLosses(tuple(map(by_level.__getitem__, levels)), loss.shares))
-    return known, losses
+    return measured_widths, losses
 
 
 def useful_widths(model: PreTrainedModel, widths: Sequence[Width], target: Target) -> list[Width]:
