@@ -158,7 +158,9 @@ def test_the_budget_is_not_exceeded_with_experts_and_other_parts(share, recover,
     assert model.config.num_local_experts == 8 and model.num_parameters() == report.parameters[0]
     pruner.save_pretrained(tmp_path)
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded, BATCHES[0]), logits(pruner.model, BATCHES[0]))
+    assert_same(loaded, weights(pruner.model))
+    # Products of experts of 8 neurons are rounded by the place of the tensors in memory.
+    torch.testing.assert_close(logits(loaded, BATCHES[0]), logits(pruner.model, BATCHES[0]), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("recover", ["blockwise", "distill"])
