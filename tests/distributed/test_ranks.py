@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 BFLOAT16 = ("bfloat16", "bfloat16, gradients alone")
 SEVERAL = [(2, name) for name in CASES if name not in BFLOAT16] + [(4, name) for name in FEW if name not in BFLOAT16]
-FAILED = "rank 1 failed: no more of model.layers.0."
+FAILED = "rank 1 failed: no more of model.layers.2."
 UNDER_CALIBRATED = "experts, some starved"
 # Notes that depend on memory: with several processes each has smaller caches, and more memory for statistics.
 OF_MEMORY = {

@@ -270,7 +270,7 @@ def resumable(folder, **settings):
 
 def failure(folder):
     """One process raises; returns the error of each."""
-    with fails("layers.0."):
+    with fails("layers.2."):  # the last block
         return error_of(lambda: resumable(folder))
 
 
