@@ -145,14 +145,16 @@ class ResultStore:
         """
         restored = broadcast((self.reports, self.blocks, self.recovered, self.parameters, self.curves, self.notes))
         self.reports, self.blocks, self.recovered, self.parameters, self.curves, self.notes = restored
+
+        def receive(name: str, read: Callable[[str], Callable[[], Tensor]], into: dict[str, Any]) -> None:
+            weight = broadcast(None if self.folder is None else read(name)())
+            if weight is not None and self.folder is None:
+                into[name] = self._reader(name, weight)
+
         for name in (*self.reports, *sorted(self.parameters)):
-            weight = broadcast(None if self.folder is None else self.loader(name)())
-            if weight is not None and self.folder is None:
-                self.weights[name] = self._reader(name, weight)
+            receive(name, self.loader, self.weights)
         for name in broadcast(list(self.before_recovery)):
-            weight = broadcast(None if self.folder is None else self.before_recovery[name]())
-            if weight is not None and self.folder is None:
-                self.before_recovery[name] = self._reader(name, weight)
+            receive(name, self.before_recovery.__getitem__, self.before_recovery)
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Store the losses of a layer at several sparsities.

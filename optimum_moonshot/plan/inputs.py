@@ -10,12 +10,7 @@ from ..data.text import LONGEST, load_calibration
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, to_device
 from ..model.losses import is_causal
-from ..model.model_info import (
-    embedded_tokens,
-    max_positions,
-    reads_images_and_text,
-    takes_images,
-)
+from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images
 from ..pipeline.backoff import Backoff
 from ..pipeline.block_sequences import Extras, without_weights
 from ..pipeline.calibration_data import usable, with_room
@@ -25,8 +20,6 @@ from ..pipeline.selection import Selection, Subject
 from ..prune.prefix import runs_forward
 from .machine import MachineMemory, offloaded_blocks
 from .memory import RunSpec
-
-CPU = torch.device("cpu")
 
 
 def build_spec(
@@ -57,9 +50,10 @@ def build_spec(
         prepared, in_turn, extras = Prepared(subject, selection, data, storage, Backoff(storage)), blocks, None
         if device.type != "meta":
             probe = without_weights(model, blocks, to_device(take(data.batches[0], 0, 1), device))
-            hint = "without `offload` they can be pruned, and planned"
-            require(probe is not None, "plan: the model's blocks are not sequential", hint=hint)
-            extras = None if probe is None else probe.extras
+            if probe is None:
+                hint = "without `offload` they can be pruned, and planned"
+                raise MoonshotError("plan: the model's blocks are not sequential", hint=hint)
+            extras = probe.extras
     data = prepared.calibration
     run = RunSpec(
         model=model,

@@ -123,11 +123,8 @@ class Draft(OSSCAR):
         counts = [round(pattern.sparsity * inputs / group) for pattern in patterns]
 
         def attempt(damping: float) -> dict[int, PrunedWeight]:
-            shared = objective.scales.a * objective.gram.double()
-            shared.diagonal().add_(damping * objective.damping_unit)
-            lower, info = torch.linalg.cholesky_ex(shared)
-            check_factored(info == 0, f"the quadratic of size {inputs}")
-            inverse, weight = torch.cholesky_inverse(lower).float(), objective.weight.clone()
+            _, inverse = _shared_part(objective, damping * objective.damping_unit)
+            inverse, weight = inverse.float(), objective.weight.clone()
             alive, solutions = torch.ones(inputs // group, dtype=torch.bool, device=weight.device), {}
             for count in sorted({*counts}):
                 while (excess := count - int((~alive).sum())) > 0:
@@ -145,6 +142,15 @@ class Draft(OSSCAR):
 
         solutions, _ = escalate(self.damping, attempt)
         return [solutions[count] for count in counts]
+
+
+def _shared_part(objective: Quadratic, ridge: float) -> tuple[Tensor, Tensor]:
+    """S₀ = aG + μI and its inverse, [d_in, d_in] in float64; `FactorizationError` if it is not positive definite."""
+    shared = objective.scales.a * objective.gram.double()
+    shared.diagonal().add_(ridge)
+    lower, info = torch.linalg.cholesky_ex(shared)
+    check_factored(info == 0, f"the quadratic of size {len(shared)}")
+    return shared, torch.cholesky_inverse(lower)
 
 
 def _group_costs(inverse: Tensor, weight: Tensor, group: int, alive: Tensor) -> Tensor:
@@ -171,14 +177,10 @@ class Support:
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
         self.group, self.device = group, objective.weight.device
-        shared = objective.scales.a * objective.gram.double()
-        shared.diagonal().add_(ridge)
-        lower, info = torch.linalg.cholesky_ex(shared)
-        check_factored(info == 0, f"the quadratic of size {len(shared)}")
-        self.shared, self.inverse = shared, torch.cholesky_inverse(lower)  # S₀, and J as of the last flush
-        self.groups = torch.arange(len(shared) // group, device=self.device)
+        self.shared, self.inverse = _shared_part(objective, ridge)  # S₀, and J as of the last flush
+        self.groups = torch.arange(len(self.shared) // group, device=self.device)
         self.alive = torch.ones_like(self.groups, dtype=torch.bool)
-        self.removed = self.inverse.new_empty(len(shared), 0)  # U
+        self.removed = self.inverse.new_empty(len(self.shared), 0)  # U
         self.weight = objective.weight.double()
         blocks = torch.stack([self.inverse[each, each] for each in map(self._columns, range(len(self.groups)))])
         self._start(objective, blocks)
