@@ -13,6 +13,8 @@ those of the packed weights, and tokens per second those of greedy decoding of o
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -20,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from common import RESULTS, decoding_rate, machine, peak_above, versions
@@ -31,9 +35,11 @@ from transformers.utils import logging
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned, perplexity
 from optimum_moonshot.data.text import load_calibration
 from optimum_moonshot.reports.tables import text_table
+from optimum_moonshot.shrink import run as shrink_run
+from optimum_moonshot.shrink.losses import BlockSets
 
 PATTERNS = {name: {"pattern": name} for name in ("2:4", "4:8", "6:8", "8:16")}
-PATTERNS |= {str(sparsity): {"sparsity": sparsity} for sparsity in (0.5, 0.6, 0.7)}
+PATTERNS |= {str(sparsity): {"sparsity": sparsity} for sparsity in (0.3, 0.4, 0.5, 0.6, 0.7)}
 DENSE = {"recompute": False}  # statistics of the dense model
 METHODS = {
     "magnitude": {"solver": "magnitude"},
@@ -53,9 +59,16 @@ METHODS |= {f"{name}, dense statistics": {**fields, **DENSE} for name, fields in
 METHODS |= {f"llm-compressor {name}": {"peer": name} for name in ("SparseGPT", "Wanda")}
 # Setting → fields of the configuration, or a target of `shrink`.
 SETTINGS = {f"{pattern}, {name}": {**PATTERNS[pattern], **METHODS[name]} for pattern in PATTERNS for name in METHODS}
-SETTINGS |= {f"{bits} bits, {name}": {"bits": bits, **METHODS[name]} for bits in (4, 3) for name in METHODS}
+SETTINGS |= {f"{bits} bits, {name}": {"bits": bits, **METHODS[name]} for bits in (8, 4, 3) for name in METHODS}
 SETTINGS |= {f"2:4 and 4 bits, {name}": {"pattern": "2:4", "bits": 4, **METHODS[name]} for name in METHODS}
-SETTINGS |= {f"shrink {share}": {"parameters": share} for share in (0.9, 0.75)}
+SHARES = (0.9, 0.75)  # of the parameters, after `shrink`
+SETTINGS |= {f"shrink {share}": {"parameters": share} for share in SHARES}
+SETTINGS |= {
+    f"shrink {share}, {axis} alone": {"parameters": share, "axis": axis}
+    for share in SHARES
+    for axis in ("blocks", "neurons", "heads", "hidden size")
+}
+SETTINGS |= {f"shrink {share}, distilled": {"parameters": share, "recover": "distill"} for share in SHARES}
 SETTINGS |= {
     f"{bits} bits, magnitude, embeddings {embeddings}": {
         "bits": bits, "solver": "magnitude", "embedding_bits": embeddings,
@@ -66,6 +79,7 @@ SETTINGS |= {
 SETTINGS["dense"] = {}
 PASS = "one pass"
 DECODED = 48  # tokens
+EXCLUDED = 1e6  # predicted loss of a part that may not be removed
 DEFAULTS = ("2:4, SparseGPT", "2:4, SparseGPT, shared", "2:4, ALPS", "2:4, ALPS, shared")
 
 
@@ -130,9 +144,13 @@ def measure(model: str, setting: str, seed: int, options: argparse.Namespace) ->
 def prune(pruner: MoonshotPruner, fields: dict, sizes: dict, options: argparse.Namespace) -> dict:
     """Prune or shrink the model of a pruner; returns the cost."""
 
+    fields = dict(fields)
+    only = fields.pop("axis", None)
+
     def run() -> None:
         if "parameters" in fields:
-            pruner.shrink(options.calibration, **fields, **sizes, progress=False)
+            with shrinking_only(only):
+                pruner.shrink(options.calibration, **fields, **sizes, progress=False)
         else:
             data = None if fields.get("solver") == "magnitude" else options.calibration
             pruner.prune(data, progress=False)
@@ -141,6 +159,25 @@ def prune(pruner: MoonshotPruner, fields: dict, sizes: dict, options: argparse.N
     peak = peak_above(run)
     seconds = time.process_time() - started
     return {"seconds": seconds, "peak_above_loaded": peak, "phases": pruner.report.seconds}
+
+
+@contextlib.contextmanager
+def shrinking_only(axis: str | None) -> Iterator[None]:
+    """Let `shrink` remove nothing but one kind of parts, "blocks", "hidden size" or a width; None: anything."""
+    measure = shrink_run.measure_parts
+
+    def restricted(*arguments: Any) -> tuple:
+        tables, hidden, measured = measure(*arguments)
+        losses = []
+        for width, loss in zip(tables.widths, tables.losses, strict=True):
+            excluded = (0.0, *[EXCLUDED] * (len(loss.losses) - 1))
+            losses.append(loss if width.name == axis else dataclasses.replace(loss, losses=excluded))
+        sets = tables.sets if axis == "blocks" else BlockSets(((),), (0.0,))
+        tables = dataclasses.replace(tables, losses=tuple(losses), sets=sets)
+        return tables, hidden if axis == "hidden size" else None, measured
+
+    with mock.patch.object(shrink_run, "measure_parts", measure if axis is None else restricted):
+        yield
 
 
 def peer(model: str, fields: dict, sizes: dict, tokenizer: Any, options: argparse.Namespace, folder: str) -> dict:
