@@ -59,8 +59,8 @@ def main() -> None:
         report = pruner.sweep(calibration, lambdas=missing, progress=False)
         for entry in report.entries:
             with pruner.applied(entry) as model:
-                found = embeddings(model, test, pruner.tokenizer, sequence_length=TOKENS).agreement(dense)
-            values = {"cosine": found.value, "same neighbour": found.neighbours, "seconds": entry.seconds}
+                agreement = embeddings(model, test, pruner.tokenizer, sequence_length=TOKENS).agreement(dense)
+            values = {"cosine": agreement.value, "same neighbour": agreement.neighbours, "seconds": entry.seconds}
             results[names[entry.lam]] = values
             print(time.strftime("%H:%M"), names[entry.lam], values, flush=True)
         document = {"machine": machine(), "versions": versions("torch", "transformers"), "results": results}

@@ -75,11 +75,11 @@ def test_every_field_has_bad_values():
 
 
 def test_declarations_have_no_unknown_entries():
-    known = {
+    documented = {
         *("help", "more", "group", "metavar", "choices", "path", "shared", "experts"),
         *("least", "most", "above", "below"),
     }
-    assert not [name for name, field in OPTIONS.items() if set(field.metadata) - known]
+    assert not [name for name, field in OPTIONS.items() if set(field.metadata) - documented]
 
 
 class Unprintable:

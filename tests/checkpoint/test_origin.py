@@ -79,7 +79,7 @@ def test_after_every_other_change(tmp_path):
     pruner.prune(BATCHES, progress=False)
     pruner.save_pretrained(tmp_path / "exported", format="compressed-tensors")
     assert read(tmp_path / "exported")[0]["quantization_config"]["quant_method"] == "compressed-tensors"
-    # What this package has exported can be pruned again, since transformers dequantizes it too.
+    # An export of this package can be pruned again, since transformers dequantizes it too.
     again = MoonshotPruner.from_pretrained(tmp_path / "exported", settings(solver="magnitude"))
     with torch.no_grad():
         assert torch.allclose(again.model(IDS).logits, pruner.model(IDS).logits, atol=0.02)

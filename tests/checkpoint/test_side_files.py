@@ -81,9 +81,9 @@ def test_a_converted_folder_has_the_same_files(source, tmp_path):
 def test_what_the_pruner_saves_itself_replaces_the_sources_files(source, tmp_path, tokenizer):
     folder, pruner = source
     fill(folder, ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"])
-    own = MoonshotPruner(pruner.model, pruner.config, tokenizer)
-    own.report = pruner.report
-    own.save_pretrained(tmp_path / "out")
+    with_tokenizer = MoonshotPruner(pruner.model, pruner.config, tokenizer)
+    with_tokenizer.report = pruner.report
+    with_tokenizer.save_pretrained(tmp_path / "out")
     assert copied(tmp_path / "out") == set(SIDE)
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "out").vocab == tokenizer.vocab
 

@@ -13,12 +13,12 @@ EXPERTS, ROWS, COLUMNS = 4, 6, 8
 
 def converters():
     """One converter to a single parameter for every sequence of operations, by what they are called."""
-    found = {}
+    conversions = {}
     for entries in _build_checkpoint_conversion_mapping().values():
         for entry in entries:
             if isinstance(entry, WeightConverter) and len(entry.target_patterns) == 1:
-                found.setdefault(f"{entry.operations} {len(entry.source_patterns)}", entry)
-    return found
+                conversions.setdefault(f"{entry.operations} {len(entry.source_patterns)}", entry)
+    return conversions
 
 
 def stored(converter, fused):

@@ -90,8 +90,9 @@ def test_perplexity_with_and_without_bos():
     model, bos, plain = tiny(), tokenizer_with("<s> $A"), tokenizer_with("$A")
     stream = bos(TEXT)["input_ids"]
     literature = [stream[i : i + 32] for i in range(0, len(stream) - 31, 32)][:8]
-    own = [[0, *stream[i : i + 31]] for i in range(1, len(stream) - 30, 31)][:8]
-    for settings, windows, named in (({}, own, True), ({"bos": True}, own, True), ({"bos": False}, literature, False)):
+    with_bos = [[0, *stream[i : i + 31]] for i in range(1, len(stream) - 30, 31)][:8]
+    cases = (({}, with_bos, True), ({"bos": True}, with_bos, True), ({"bos": False}, literature, False))
+    for settings, windows, named in cases:
         result = perplexity(model, bos, [TEXT], sequence_length=32, max_windows=8, **settings)
         assert result.value == pytest.approx(by_hand(model, windows), rel=1e-5) and result.bos is named
         assert result.tokens == 8 * 31
@@ -99,7 +100,7 @@ def test_perplexity_with_and_without_bos():
     without = perplexity(model, plain, [TEXT], sequence_length=32, max_windows=8)
     assert without == perplexity(model, plain, [TEXT], sequence_length=32, max_windows=8, bos=False)
     assert perplexity(model, plain, [TEXT], sequence_length=32, max_windows=8, bos=True).value == pytest.approx(
-        by_hand(model, own), rel=1e-5
+        by_hand(model, with_bos), rel=1e-5
     )
     with pytest.raises(MoonshotError, match="bos=True: the tokenizer has no BOS token"):
         perplexity(model, byte_tokenizer(), [TEXT], sequence_length=32, bos=True)

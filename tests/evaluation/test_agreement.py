@@ -28,13 +28,13 @@ def pruned(model):
 
 def vectors(model, tokenizer, texts, length=64):
     """One text at a time."""
-    found = []
+    vectors = []
     for text in texts:
         ids = tokenizer(text)["input_ids"][:length]
         with torch.no_grad():
             mean = model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
-        found.append(mean / mean.norm())
-    return torch.stack(found)
+        vectors.append(mean / mean.norm())
+    return torch.stack(vectors)
 
 
 @pytest.mark.parametrize("length", [None, 4])
@@ -131,8 +131,8 @@ def test_commands_measure_and_record_it(folder, tokenizer, capsys):
     run("eval", folder / "pruned", *what, "--record")
     printed = capsys.readouterr().out
     assert f"cosine      {written['pruned']:.4f} on" in printed and "same neighbour " in printed
-    found = EvalReport.load(folder / "result.json").of(folder / "held out.txt")
-    assert found.value == pytest.approx(written["pruned"]) and 0 <= found.neighbours <= 1
+    agreement = EvalReport.load(folder / "result.json").of(folder / "held out.txt")
+    assert agreement.value == pytest.approx(written["pruned"]) and 0 <= agreement.neighbours <= 1
     assert json.loads(path.read_text())["evaluations"]["held out.txt (cosine)"]["dense"] == pytest.approx(1)
     for argv, message in (
         ([folder / "pruned", *what[2:]], "BertModel has no head: give the dense model"),

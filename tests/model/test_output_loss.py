@@ -264,13 +264,13 @@ def test_equal_seeds_give_equal_models_and_a_given_loss_wins():
     def square(output, batch):
         return output.last_hidden_state.square().mean((1, 2))
 
-    first, again, other, own = bert(), bert(), bert(), bert()
+    first, again, other, squared = bert(), bert(), bert(), bert()
     prune(first, lam=0.1)
     prune(again, lam=0.1)
     prune(other, lam=0.1, seed=1)
-    report = MoonshotPruner(own, config(lam=0.1)).prune(token_batches(), loss=square, progress=False)
+    report = MoonshotPruner(squared, config(lam=0.1)).prune(token_batches(), loss=square, progress=False)
     assert equal(weights(first), weights(again))
-    assert not equal(weights(first), weights(other)) and not equal(weights(first), weights(own))
+    assert not equal(weights(first), weights(other)) and not equal(weights(first), weights(squared))
     assert not any("squared change" in note for note in report.notes)
 
 
@@ -312,11 +312,11 @@ def test_padding_of_speech_has_no_influence():
 @torch.no_grad()
 def distances(model, dense, batches):
     """Half the relative squared distance of the mean-pooled, normalized outputs, by sample."""
-    found = []
+    values = []
     for sample in split_batches(batches, 1):
         outputs = [MEAN(each(**sample).last_hidden_state, None)[0] for each in (model, dense)]
-        found.append(float(0.5 * (outputs[0] - outputs[1]).square().sum()))
-    return found
+        values.append(float(0.5 * (outputs[0] - outputs[1]).square().sum()))
+    return values
 
 
 @torch.no_grad()
@@ -329,8 +329,8 @@ def test_a_sweep_measures_the_distance_to_the_dense_output(tmp_path):
         assert report.dense == 0 and report.metric == "calibration loss"
         for entry in report.entries:
             with pruner.applied(entry) as variant:
-                found = distances(variant, dense, batches)
-            assert entry.metric == pytest.approx(sum(found) / len(found), rel=1e-4) and entry.metric > 1e-4
+                changes = distances(variant, dense, batches)
+            assert entry.metric == pytest.approx(sum(changes) / len(changes), rel=1e-4) and entry.metric > 1e-4
 
 
 @pytest.mark.slow

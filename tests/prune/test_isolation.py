@@ -88,7 +88,7 @@ def plain(model):
 
 
 def slots(model):
-    """What a wrapper replaces in each module."""
+    """The functions of each module that a wrapper replaces."""
     return [[vars(module).get(name) for name in ("forward", "_compiled_call_impl")] for module in model.modules()]
 
 

@@ -47,7 +47,7 @@ def single_samples(batches):
 
 def output_gradients(model, layers, batches):
     """δ [tokens, d_out] of the dense model for every layer and sample, without padding."""
-    found = {layer.name: [] for layer in layers}
+    rows = {layer.name: [] for layer in layers}
     for single, keep in single_samples(batches):
         outputs, handles = {}, []
         for layer in layers:
@@ -60,28 +60,28 @@ def output_gradients(model, layers, batches):
         sample_loss(model, single, keep).backward()
         for name, output in outputs.items():
             delta = output.grad.reshape(-1, output.shape[-1])
-            found[name].append(delta if keep is None else delta[keep])
+            rows[name].append(delta if keep is None else delta[keep])
         for handle in handles:
             handle.remove()
     model.zero_grad()
-    return found
+    return rows
 
 
 def inputs_of(model, layers, batches):
-    found = {layer.name: [] for layer in layers}
+    rows = {layer.name: [] for layer in layers}
     for single, keep in single_samples(batches):
         handles = []
         for layer in layers:
 
             def hook(module, args, output, name=layer.name, keep=keep):
-                found[name].append(rows_of(module, args[0].detach(), keep)[0])
+                rows[name].append(rows_of(module, args[0].detach(), keep)[0])
 
             handles.append(layer.modules[0].register_forward_hook(hook))
         with torch.no_grad():
             model(**single)
         for handle in handles:
             handle.remove()
-    return found
+    return rows
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "unstructured"])
@@ -210,8 +210,8 @@ def test_weights_in_place_of_gradients_give_the_same_matrix_on_the_same_inputs()
             return {layer.name: observer.take(layer) for layer in layers}
 
     direct = observe(dict.fromkeys(names, GradientPlan(shared=True)))
-    found = observe(dict.fromkeys(names, GradientPlan(nothing=True)), (TokenWeights,))
-    stored = {name: GradientPlan(shared=True, weights=found[name].extra[TokenWeights]) for name in names}
+    statistics = observe(dict.fromkeys(names, GradientPlan(nothing=True)), (TokenWeights,))
+    stored = {name: GradientPlan(shared=True, weights=statistics[name].extra[TokenWeights]) for name in names}
     indirect = observe(stored, backward=False)
     for name in names:
         assert close(indirect[name].gradients.shared, direct[name].gradients.shared), name
