@@ -26,6 +26,7 @@ INSTRUCTIONS = {
     "vbmi2.c": [*WIDE, "-mavx512vbmi2"],
 }
 ARM_INSTRUCTIONS = {"quantized_neon.c": ["-march=armv8.2-a+dotprod"]}
+EXACT = {"columns.c": ["-ffp-contract=off"]}  # fused operations would round otherwise than torch
 MACHINES = {"x86_64": INSTRUCTIONS, "aarch64": ARM_INSTRUCTIONS, "arm64": ARM_INSTRUCTIONS}
 # Wheels for an index are built with MOONSHOT_BUILD=complete: a missing compiler or instruction set is then an error.
 COMPLETE = os.environ.get("MOONSHOT_BUILD") == "complete"
@@ -45,7 +46,7 @@ class BuildKernels(build_ext):
 
     def _compile(self, source: str, ext: Extension) -> str:
         machine = self.plat_name.rpartition("-")[2]  # of the wheel, which a cross compiler builds on another machine
-        flags = MACHINES.get(machine, {}).get(Path(source).name, [])
+        flags = {**EXACT, **MACHINES.get(machine, {})}.get(Path(source).name, [])
         settings = {"output_dir": self.build_temp, "depends": ext.depends}
         try:
             made = self.compiler.compile([source], extra_postargs=[*ext.extra_compile_args, *flags], **settings)

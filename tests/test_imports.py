@@ -12,10 +12,9 @@ PACKAGE = Path(optimum_moonshot.__file__).parent
 FLOORS = (
     ("approximate", "version", "errors", "devices"),
     ("files", "progress", "mapped", "options"),
-    ("objective", "distributed"),
+    ("objective", "distributed", "kernels"),
     ("solvers",),
     ("config",),
-    ("kernels",),
     ("functional", "packing", "data"),
     ("model", "runtime"),
     ("masks", "calibration", "reports"),

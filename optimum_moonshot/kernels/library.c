@@ -122,7 +122,7 @@ static void fill_shuffles(void) {
 }
 
 /* Version of the interface; Python rejects libraries of another release. */
-PUBLIC int moonshot_version(void) { return 5; }
+PUBLIC int moonshot_version(void) { return 6; }
 
 /* Name of one of the instruction sets that this CPU supports, counted from the slowest; null beyond the last. */
 PUBLIC const char *moonshot_set_name(int which) {

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ..errors import require
 _log = logging.getLogger(__name__)
 _PATH = Path(__file__).with_name("libmoonshot.so")
 _SWITCH = "MOONSHOT_KERNELS"
-_VERSION = 5  # of moonshot_version in library.c
+_VERSION = 6  # of moonshot_version in library.c
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -59,6 +59,7 @@ class Library:
             raise OSError(f"{path} was compiled for another release; install the package again")
         matrix = (c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p)
         quantized = (c_int, c_int64, c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+        block = c_int64, c_int64, c_void_p, c_void_p, c_int64
         signatures: dict[str, tuple[Any, ...]] = {
             "product": (*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int),
             "grouped": (*matrix, c_int64, c_void_p, c_void_p, c_void_p, c_int),
@@ -69,6 +70,8 @@ class Library:
             "quantized_unpack": (*quantized, c_int64, c_int64, c_void_p, c_int),
             "quantized_offsets": (c_int, c_int64, c_int64, c_void_p, c_void_p),
             "quantized_pack": (*quantized, c_void_p, c_int),
+            "sweep": (*block, c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p, c_float, c_int, c_int),
+            "descend": (*block, c_void_p, c_void_p, c_void_p, c_float, c_int, c_int),
             "use": (c_char_p,),
             "set_name": (c_int,),
         }
@@ -218,6 +221,69 @@ class Library:
         self.functions["quantized_offsets"](bits, meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
         return offsets
 
+    def sweep(
+        self,
+        weight: Tensor,
+        keep: Tensor,
+        factor: Tensor,
+        errors: Tensor,
+        nm: tuple[int, int] = (0, 0),
+        alive: Tensor | None = None,
+        step: Tensor | None = None,
+        top: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> bool:
+        """Prune a block of columns like `solvers.sparsegpt`, which documents it, with the same bits.
+
+        Args:
+            weight: [rows, columns] in float32, updated.
+            keep: bool [rows, columns], with the strides of the weight; written where `nm` is given.
+            factor: [columns, columns] in float32.
+            errors: [rows, columns] in float32, written.
+            nm: n and m of n:m; (0, 0): the mask is given.
+            alive: bool [rows, columns], or None.
+            step: scales [rows, columns]; None for no grid.
+            top: the largest code of the grid.
+            dtype: of the values on the grid.
+
+        Returns:
+            Whether the block was pruned: False if it is too wide.
+        """
+        factor, at_alive = factor.contiguous(), (None, 0) if alive is None else (alive.data_ptr(), alive.stride(0))
+        step = None if step is None else step.float().contiguous()
+        addresses = factor.data_ptr(), errors.data_ptr(), errors.stride(0)
+        numbers = *nm, *at_alive, _address(step), top, _DTYPES[dtype], torch.get_num_threads()
+        return not self.functions["sweep"](*_block(weight, keep), *addresses, *numbers)
+
+    def descend(
+        self,
+        weight: Tensor,
+        keep: Tensor,
+        slopes: Tensor,
+        curvature: Tensor,
+        step: Tensor,
+        top: int,
+        dtype: torch.dtype,
+    ) -> bool:
+        """Change the codes of a block of columns like `solvers.quantization`, which documents it, with the same bits.
+
+        Args:
+            weight: [rows, columns] in float32, on the grid; updated.
+            keep: bool [rows, columns], with the strides of the weight.
+            slopes: half the gradient of the loss, [rows, columns] in float32.
+            curvature: the matrix of the quadratic, [columns, columns] in float32.
+            step: scales [rows, columns] in float32.
+            top: as in `sweep`.
+            dtype: as in `sweep`.
+
+        Returns:
+            Whether the codes were changed: False if the block is too wide.
+        """
+        slopes, curvature, step = slopes.contiguous(), curvature.contiguous(), step.contiguous()
+        addresses = slopes.data_ptr(), curvature.data_ptr(), step.data_ptr()
+        numbers = top, _DTYPES[dtype], torch.get_num_threads()
+        return not self.functions["descend"](*_block(weight, keep), *addresses, *numbers)
+
 
 class DirectProduct:
     """A product by a function of the library, with the arguments of a matrix; the last of its `tensors` is the bias."""
@@ -253,6 +319,12 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _block(weight: Tensor, keep: Tensor) -> tuple[int, ...]:
+    """The arguments that describe a block of columns of a weight and of its mask."""
+    assert weight.stride() == keep.stride() and weight.stride(1) == 1
+    return *weight.shape, weight.data_ptr(), keep.data_ptr(), weight.stride(0)
+
+
 def _quantized(matrix: QuantizedMatrix) -> tuple[int | None, ...]:
     """The arguments that describe a quantized W, for the functions of the library."""
     codes, scale = matrix.codes, matrix.scale
@@ -282,7 +354,7 @@ def find_library() -> Library | None:
         library = Library(_PATH)
     except OSError as error:
         reason = error if _PATH.exists() else "it was installed without a C compiler"
-        _log.warning("packed matrices are multiplied without the package's C kernels, slowly: %s", reason)
+        _log.warning("the package's C kernels are missing, so packed products and solvers are slow: %s", reason)
         return None
     if selected:
         library.use(selected)

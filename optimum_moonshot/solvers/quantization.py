@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import find_library
 from ..objective.grid import Grid
 from ..objective.linalg import slices_within, split_range
 from ..objective.patterns import Pattern
@@ -43,7 +44,7 @@ def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, sca
     Returns:
         [rows, d_in] in the dtype of the grid, on the grid, 0 where not `keep`.
     """
-    weight = torch.where(keep, weight.float(), 0)
+    weight, keep = torch.where(keep, weight.float(), 0).contiguous(), keep.contiguous()
     if isinstance(objective, DiagonalQuadratic):
         return grid.rounded(weight, grid.search(weight, objective.diagonal()) if scale is None else scale)
     rounded, descended = torch.empty_like(weight, dtype=grid.dtype), torch.empty_like(weight, dtype=grid.dtype)
@@ -204,7 +205,11 @@ class _Descent:
 
     def _change_block(self, columns: slice, gradient: Tensor, inner: Tensor, factors: Tensor) -> None:
         """Like `_change_codes`, but for few columns, with contiguous copies of them as rows."""
-        matrices = inner.ndim == 3
+        matrices, library = inner.ndim == 3, find_library() if self.values.device.type == "cpu" else None
+        if library is not None and not matrices and not factors.shape[1]:
+            values, keep, step = self.values[:, columns], self.keep[:, columns], self.step[:, columns]
+            if library.descend(values, keep, gradient, inner, step, self.grid.top, self.grid.dtype):
+                return
         # Cloned: for a single row, the transposed view is contiguous already, and would alias the matrix.
         values, slopes = (each.T.clone(memory_format=_ROWS) for each in (self.values[:, columns], gradient))
         step = self.step[:, columns].T.contiguous()

