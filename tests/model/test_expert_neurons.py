@@ -121,7 +121,7 @@ def test_neurons_whose_outputs_nothing_reads_are_removed_without_a_loss(solver):
 
 
 def test_every_expert_loses_the_neuron_whose_refitted_loss_is_least():
-    """Brute force over all neurons of an expert, by least squares on the inputs that its tokens have."""
+    """Brute force over all neurons of an expert, by least squares on its tokens, weighed by their gates."""
     model = settled(hf.Qwen3MoeForCausalLM(tiny(moe_intermediate_size=4, num_experts=2)).eval())
     layer = down_projections(model)[0]
     inputs, weights = inputs_of_experts(model, layer), columns(layer).clone()
@@ -143,14 +143,15 @@ def tiny(**changes):
 
 
 def inputs_of_experts(model, layer):
-    """The intermediate activations of every expert for its tokens, [tokens, neurons], by a plain reimplementation."""
+    """The intermediate activations of every expert for its tokens, times their gates, [tokens, neurons], literally."""
     seen, module = [[] for _ in range(layer.matrices)], layer.module
 
     def record(_, args):
-        hidden, index, _ = args
+        hidden, index, weights = args
         for expert, rows in enumerate(seen):
-            gate, up = (hidden[(index == expert).any(1)] @ module.gate_up_proj[expert].T).chunk(2, -1)
-            rows.append(torch.nn.functional.silu(gate) * up)
+            chosen = index == expert
+            gate, up = (hidden[chosen.any(1)] @ module.gate_up_proj[expert].T).chunk(2, -1)
+            rows.append(torch.nn.functional.silu(gate) * up * weights[chosen][:, None])
 
     handle = module.register_forward_pre_hook(record)
     with frozen(model), torch.no_grad():

@@ -20,7 +20,7 @@ from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.model.calls import run_model
-from optimum_moonshot.model.experts import ExpertsLayer
+from optimum_moonshot.model.experts import ExpertsLayer, routing, with_others
 from optimum_moonshot.model.layer_kinds import expert_parameters
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
@@ -122,17 +122,18 @@ def test_gradients_equal_autograd(name):
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max() + 1e-9))
 
 
-def test_gram_matrices_sum_the_routed_tokens():
+def test_gram_matrices_sum_the_routed_tokens_by_their_gates():
+    """G of an expert is Σ g² x xᵀ: the block adds g·f(x), so this is the error of its output."""
     model, batches = mixtral(), split_batches(token_batches(), 1)
     module = model.model.layers[0].mlp
     expected, tokens = torch.zeros(4, 16, 16), torch.zeros(4)
 
     def route(_, args):
-        hidden, index, _ = args
-        for expert in range(4):
-            routed = hidden[(index == expert).any(1)]
-            expected[expert] += routed.T @ routed
-            tokens[expert] += len(routed)
+        hidden, index, gates = args
+        for token in range(len(hidden)):
+            for expert, gate in zip(index[token].tolist(), gates[token], strict=True):
+                expected[expert] += gate**2 * hidden[token, :, None] * hidden[token]
+                tokens[expert] += 1
 
     handle = module.experts.register_forward_pre_hook(route)
     layer = experts(model)[0]
@@ -140,6 +141,43 @@ def test_gram_matrices_sum_the_routed_tokens():
     handle.remove()
     torch.testing.assert_close(statistics.inputs, expected)
     assert torch.equal(statistics.tokens.float(), tokens) and torch.equal(statistics.extra[Seen], tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("jetmoe", "llama4_text")])
+def test_every_family_shows_the_gates_of_its_experts(name):
+    """Except JetMoE, which passes sorted tokens, and Llama 4, which multiplies the inputs by the gates itself.
+
+    With all gates doubled, outside of the experts, every Gram matrix of an expert is four times as large.
+    """
+    model, batches, sums = family(name), split_batches(token_batches(), 1)[:2], []
+    layers = [layer for layer in experts(model) if layer.modules[0] is experts(model)[0].modules[0]]
+    if not layers:
+        pytest.skip("early releases of transformers have no experts that it counts")
+    for factor in (1, 2):
+
+        def scale(module, args, kwargs, factor=factor):
+            _, gates = routing(args, kwargs)
+            return with_others(args, kwargs, (gates, factor * gates))
+
+        handle = layers[0].modules[0].register_forward_pre_hook(scale, with_kwargs=True, prepend=True)
+        sums.append([statistics.inputs for statistics in observe(model, layers, batches, gradients=False).values()])
+        handle.remove()
+    for once, twice in zip(*sums, strict=True):
+        assert once.any()
+        torch.testing.assert_close(twice, 4 * once)
+
+
+def test_gates_follow_an_expert_whose_first_product_has_no_layer():
+    """Only down_proj is observed: the order of its tokens is that of the product before it."""
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    up, down = experts(model)[:2]
+    assert down.key == "down_proj"
+    both = observe(model, [up, down], batches, gradients=False)[down.name].inputs
+    alone = observe(model, [down], batches, gradients=False)[down.name].inputs
+    assert torch.equal(both, alone) and both.any()
+    halved = lambda module, args: (args[0], args[1], args[2] / 2)  # noqa: E731
+    model.model.layers[0].mlp.experts.register_forward_pre_hook(halved, prepend=True)
+    assert torch.allclose(observe(model, [down], batches, gradients=False)[down.name].inputs, alone / 4)
 
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "obc", "cap"])
