@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from ..data.batches import PROBE_TOKENS, Batch, batch_size, digest, shorten, split_batches, without_padding
 from ..data.images import load_image_text, load_images, open_image_text, open_images, reads_both
 from ..data.self_calibration import SelfCalibration
-from ..data.text import CalibrationData, Usable, load_calibration, window_length
+from ..data.text import LONGEST_SAMPLE, CalibrationData, Usable, load_calibration, window_length
 from ..devices import is_out_of_memory, preserved_random_state, release_unused
 from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import frozen, model_device
@@ -152,7 +152,7 @@ def load_self(
     config, name = selection.config, type(model).__name__
     message = f"{name} is not a causal language model: give data instead"
     require(writes(model), message, field="calibration", value="self")
-    length = window_length(config.sequence_length, max_positions(model))
+    length = window_length(config.sequence_length, max_positions(model), LONGEST_SAMPLE)
     beginnings = source.beginnings(tokenizer, _bos(model, tokenizer), length)
     ends = _ends(model, tokenizer)
     notes: list[str] = []

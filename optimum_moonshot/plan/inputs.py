@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..data.batches import Batch, batch_size, split_batches, take
-from ..data.text import LONGEST, load_calibration
-from ..errors import MoonshotError, require
+from ..data.text import LONGEST_SAMPLE, load_calibration, window_length
+from ..errors import MoonshotError
 from ..model.calls import frozen, model_device, to_device
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images
@@ -95,9 +95,7 @@ def _tokens(subject: Subject, selection: Selection, count: int, generator: torch
     size, longest = embedded_tokens(model), max_positions(model)
     if size is None or reads_images_and_text(model):
         raise _unknown(model)
-    length = selection.config.sequence_length or min(longest or LONGEST, LONGEST)
-    message = f"the model has {longest} positions"
-    require(longest is None or length <= longest, message, field="sequence_length", value=length)
+    length = window_length(selection.config.sequence_length, longest, LONGEST_SAMPLE)
     ids = torch.randint(size, (count, length), generator=generator)
     return {"input_ids": ids} if is_causal(model) else {"input_ids": ids, "labels": ids}
 
