@@ -4,6 +4,7 @@
     python benchmarks/real.py … --settings "2:4, ALPS" "2:4, fast" --seeds 0 1 2 --minutes 60
     python benchmarks/real.py … --show                # tables of the results so far
     python benchmarks/real.py … --phases              # seconds of every phase, beside the forward pass
+    python benchmarks/real.py … --markdown --length 256    # the table of docs/choosing.md
 
 `make .venv/.real` installs the models, and the tests in tests/real dequantize them to folders. The texts are those of
 WikiText-2: validation calibrates, test judges. Every cell (setting, seed) runs in a process of its own with one thread,
@@ -17,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -243,6 +245,33 @@ def tables(results: dict) -> str:
     return text_table(header, rows, 200)
 
 
+def markdown(results: dict, samples: int = 64, length: int = 256) -> str:
+    """The table of a page, by ascending KL divergence; CPU seconds are the least of all seeds."""
+    by_setting: dict[str, list[dict]] = {}
+    for row in results["cells"]:
+        if (row["samples"], row["length"]) == (samples, length) and row["setting"] != PASS:
+            by_setting.setdefault(row["setting"], []).append(row)
+
+    def mean(cells: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
+        numbers = [scale * row[key] for row in cells if key in row]
+        error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
+        return f"{statistics.fmean(numbers):.{digits}f}{error}" if numbers else ""
+
+    def line(setting: str, cells: list[dict]) -> str:
+        least = [min(cells, key=lambda row: row["seconds"])]  # other work slows it down
+        agreement = f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%"
+        values = [mean(cells, "perplexity", 1), mean(cells, "kl", 3), agreement, mean(least, "bytes", 0, 1e-6)]
+        values += [mean(least, "tokens_per_second", 1), mean(least, "seconds", 0)]
+        label = setting.replace(", shared 0.5", ", λ = 0.5").replace(", shared", ", λ = 0.9")
+        label = re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", label)
+        return f"| {label} | {' | '.join(values)} |"
+
+    shown = {name: cells for name, cells in by_setting.items() if "statistics" not in name and "alone" not in name}
+    ordered = sorted(shown, key=lambda name: statistics.fmean(row["kl"] for row in shown[name]))
+    head = ["| | perplexity | KL | same token | MB | tokens/s | CPU s |", "|---|---:|---:|---:|---:|---:|---:|"]
+    return "\n".join([*head, *(line(name, shown[name]) for name in ordered)])
+
+
 def phases(results: dict) -> str:
     """Seconds of every phase of the first seed, and of a forward pass over the same tokens."""
     cells = results["cells"]
@@ -270,6 +299,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="begin no cell after so long")
     parser.add_argument("--show", action="store_true", help="print the results so far")
     parser.add_argument("--phases", action="store_true", help="print the seconds of the phases so far")
+    parser.add_argument("--markdown", action="store_true", help="print the table of a page")
     parser.add_argument("--peer-python", help="interpreter of an environment with llm-compressor")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -286,13 +316,16 @@ def main() -> None:
             key = (setting, seed, options.samples, options.length, options.dtype)
             key = (PASS, 0, *key[2:4], "fastest") if setting == PASS else key
             late = options.minutes and time.perf_counter() - started > 60 * options.minutes
-            if options.show or options.phases or late or key in measured:
+            if options.show or options.phases or options.markdown or late or key in measured:
                 continue
             row = cell(options.model, setting, seed, options)
             results["cells"].append({**dict(zip(keys, key, strict=True)), **row})
             path.write_text(json.dumps(results, indent=1) + "\n")
             print(*key, {name: round(value, 3) for name, value in row.items() if name != "phases"}, flush=True)
-    print(phases(results) if options.phases else tables(results))
+    if options.markdown:
+        print(markdown(results, options.samples, options.length))
+    else:
+        print(phases(results) if options.phases else tables(results))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accuracy, perplexity
+from optimum_moonshot.data.text import window_length
 from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, find_tasks, win_rate, zero_shot
-from optimum_moonshot.model.model_info import takes_images
+from optimum_moonshot.model.model_info import max_positions, takes_images
 from optimum_moonshot.reports.record import versions
 from optimum_moonshot.sweep.report import Mean, SweepEntry, baseline_lam, mean
 
@@ -103,6 +104,10 @@ class Bench:
         self.options = options
         pruner = self.pruner(Setting("magnitude", 0.5), options.seeds[0])
         self.kind = "vision" if takes_images(pruner.model) else "language"
+        if (
+            self.kind == "language" and options.sequence_length is None
+        ):  # the paper calibrates on windows of 2,048 tokens
+            options.sequence_length = window_length(None, max_positions(pruner.model))
         self.first = pruner
         self.tasks = find_tasks(options.tasks) if options.tasks and self.kind == "language" else None
 

@@ -1,5 +1,6 @@
 """README and guides: every code block runs, links resolve, and figures equal the measured ones."""
 
+import importlib
 import json
 import re
 import shutil
@@ -132,6 +133,14 @@ def test_figures_of_the_readme_are_in_the_guide():
     assert len(rows) >= 4
     guide = read("docs/choosing.md")
     assert not [cell for row in rows for cell in map(str.strip, row) if cell != "100%" and cell not in guide]
+
+
+def test_the_table_of_the_pretrained_model_is_that_of_the_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    real = importlib.import_module("real")
+    results = json.loads(read("benchmarks/results/real-SmolLM2-135M-Instruct.json"))
+    table = read("docs/choosing.md").partition("<!-- SmolLM2 -->\n")[2].partition("\n<!-- end of SmolLM2 -->")[0]
+    assert table == real.markdown(results) and table.count("\n") > 20
 
 
 @pytest.mark.parametrize(
