@@ -19,8 +19,8 @@ typedef struct {
     /* Of the sweep: keep n of every m columns; m is 0 where `keep` is given. */
     int64_t n, m;
     const float *factor; /* [width, width] */
-    const uint8_t *alive;
-    int64_t alive_stride, errors_stride;
+    const uint8_t *alive; /* [rows, width], or null */
+    int64_t errors_stride;
     float *errors;
     /* Of the descent: */
     const float *curvature; /* [width, width] */
@@ -66,7 +66,7 @@ INLINE void select_columns(const block *b, const tile weight, int64_t first, con
             smaller[i][row] = 0;
         }
         for (int64_t row = 0; alive && row < rows; row++)
-            if (!alive[row * b->alive_stride + first + i]) scores[i][row] = -__builtin_inff();
+            if (!alive[row * b->width + first + i]) scores[i][row] = -__builtin_inff();
         for (int64_t j = 0; j < i; j++)
             for (int row = 0; row < TILE; row++) {
                 const int32_t less = scores[i][row] < scores[j][row];
@@ -77,7 +77,7 @@ INLINE void select_columns(const block *b, const tile weight, int64_t first, con
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < b->m; i++)
             keep[row * b->stride + first + i] =
-                smaller[i][row] >= b->m - b->n && (!alive || alive[row * b->alive_stride + first + i]);
+                smaller[i][row] >= b->m - b->n && (!alive || alive[row * b->width + first + i]);
 }
 
 static void sweep(const void *context, int64_t first, int64_t last) {
@@ -93,7 +93,7 @@ static void sweep(const void *context, int64_t first, int64_t last) {
             const float *factor = b->factor + column * b->width;
             float error[TILE];
             if (b->m && column % b->m == 0)
-                select_columns(b, weight, column, b->alive ? b->alive + at * b->alive_stride : 0, keep, rows);
+                select_columns(b, weight, column, b->alive ? b->alive + at * b->width : 0, keep, rows);
             memcpy(error, weight[column], sizeof error);
             if (b->step) round_to_grid(error, step[column], b->top, b->dtype);
             for (int64_t row = 0; row < rows; row++) {
@@ -151,9 +151,8 @@ static int run_rows(const block *b, int64_t rows, int threads, void (*process)(c
  * or -1 for a block that is too wide. */
 PUBLIC int moonshot_sweep(int64_t rows, int64_t width, float *weight, uint8_t *keep, int64_t stride, const float *factor,
                           float *errors, int64_t errors_stride, int64_t n, int64_t m, const uint8_t *alive,
-                          int64_t alive_stride, const float *step, float top, int dtype, int threads) {
-    const block b = {width, stride, weight, keep, step, top, dtype, n, m, factor, alive, alive_stride, errors_stride,
-                     errors, 0, 0};
+                          const float *step, float top, int dtype, int threads) {
+    const block b = {width, stride, weight, keep, step, top, dtype, n, m, factor, alive, errors_stride, errors, 0, 0};
     return run_rows(&b, rows, threads, sweep);
 }
 
@@ -162,6 +161,6 @@ PUBLIC int moonshot_sweep(int64_t rows, int64_t width, float *weight, uint8_t *k
 PUBLIC int moonshot_descend(int64_t rows, int64_t width, float *weight, const uint8_t *keep, int64_t stride,
                             const float *slopes, const float *curvature, const float *step, float top, int dtype,
                             int threads) {
-    const block b = {width, stride, weight, (uint8_t *)keep, step, top, dtype, 0, 0, 0, 0, 0, 0, 0, curvature, slopes};
+    const block b = {width, stride, weight, (uint8_t *)keep, step, top, dtype, 0, 0, 0, 0, 0, 0, curvature, slopes};
     return run_rows(&b, rows, threads, descend);
 }

@@ -70,7 +70,7 @@ class Library:
             "quantized_unpack": (*quantized, c_int64, c_int64, c_void_p, c_int),
             "quantized_offsets": (c_int, c_int64, c_int64, c_void_p, c_void_p),
             "quantized_pack": (*quantized, c_void_p, c_int),
-            "sweep": (*block, c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p, c_float, c_int, c_int),
+            "sweep": (*block, c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_float, c_int, c_int),
             "descend": (*block, c_void_p, c_void_p, c_void_p, c_float, c_int, c_int),
             "use": (c_char_p,),
             "set_name": (c_int,),
@@ -249,10 +249,10 @@ class Library:
         Returns:
             Whether the block was pruned: False if it is too wide.
         """
-        factor, at_alive = factor.contiguous(), (None, 0) if alive is None else (alive.data_ptr(), alive.stride(0))
-        step = None if step is None else step.float().contiguous()
+        factor, step = factor.contiguous(), None if step is None else step.float().contiguous()
+        alive = None if alive is None else alive.contiguous()  # that of a transposed weight is transposed too
         addresses = factor.data_ptr(), errors.data_ptr(), errors.stride(0)
-        numbers = *nm, *at_alive, _address(step), top, _DTYPES[dtype], torch.get_num_threads()
+        numbers = *nm, _address(alive), _address(step), top, _DTYPES[dtype], torch.get_num_threads()
         return not self.functions["sweep"](*_block(weight, keep), *addresses, *numbers)
 
     def descend(

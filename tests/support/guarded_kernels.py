@@ -115,7 +115,7 @@ def check_all_quantized(library: ctypes.CDLL) -> None:
 def check_columns(library: ctypes.CDLL) -> None:
     """The loops over columns, with matrices of ones: rows that fill no tile, and blocks of every width."""
     block = [c_int64, c_int64, c_void_p, c_void_p, c_int64]
-    numbers = [c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_float, c_int, c_int]
+    numbers = [c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_int, c_int]
     library.moonshot_sweep.argtypes = [*block, c_void_p, c_void_p, *numbers]
     library.moonshot_descend.argtypes = [*block, c_void_p, c_void_p, c_void_p, c_float, c_int, c_int]
     for rows, width, m in ((1, 4, 4), (15, 32, 2), (16, 1, 0), (33, 64, 64), (20, 256, 0)):
@@ -125,7 +125,7 @@ def check_columns(library: ctypes.CDLL) -> None:
             matrix = Guarded(struct.pack("f", 1) * width**2, at_end)
             keep, alive = (Guarded(b"\1" * (rows * width), at_end) for _ in range(2))
             values = rows, width, weight.address, keep.address, width
-            for places in ((None, 0, None), (alive.address, width, step.address)):
+            for places in ((None, None), (alive.address, step.address)):
                 options = errors.address, width, m // 2, m, *places, 7, 0, 1
                 assert library.moonshot_sweep(*values, matrix.address, *options) == 0
             addresses = slopes.address, matrix.address, step.address
