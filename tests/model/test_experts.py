@@ -143,7 +143,7 @@ def test_gram_matrices_sum_the_routed_tokens_by_their_gates():
     assert torch.equal(statistics.tokens.float(), tokens) and torch.equal(statistics.extra[Seen], tokens)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("jetmoe", "llama4_text")])
+@pytest.mark.parametrize("name", slow_but(COMMON, [name for name in FAMILIES if name not in ("jetmoe", "llama4_text")]))
 def test_every_family_shows_the_gates_of_its_experts(name):
     """Except JetMoE, which passes sorted tokens, and Llama 4, which multiplies the inputs by the gates itself.
 

@@ -75,7 +75,7 @@ def same(one, other):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiled_loops_have_the_bits_of_those_in_python(pattern, grid, monkeypatch):
     pruned = with_grid(PATTERNS[pattern], GRIDS[grid])
-    for problem in (objective(), objective(rows=1), objective(rows=16, d_in=128), objective(zeros=True, dead=True)):
+    for problem in (objective(), objective(rows=1, d_in=128), objective(rows=16, d_in=128, zeros=True, dead=True)):
         compiled, literal, calls = both(monkeypatch, SparseGPT(), problem, pruned)
         assert same(compiled, literal)
         assert "sweep" in calls and ("descend" in calls) == (GRIDS[grid] is not None)
