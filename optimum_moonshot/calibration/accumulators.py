@@ -20,7 +20,6 @@ from ..objective.fisher import FisherMatrices, SampleGradients, SharedFisher
 from ..objective.linalg import slice_bytes, split_range, split_within
 from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
-from .token_weights import TokenWeights
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
 STAGED = 64
@@ -88,6 +87,47 @@ class TokenCounts(_Total):
 
     def add(self, inputs: Tensor, groups: slice) -> None:
         self.value[groups] += inputs.shape[1]
+
+
+class TokenWeights(GradientStatistic):
+    """√s_t, ``s_t = mean_k δ_tk²``, of all tokens of the samples here, and Σ_t δ_tk² of the rows of all samples.
+
+    They are the weights of the tokens in the Fisher term Σ_t s_t x_t x_tᵀ that rows share (GuidedQuant, arXiv
+    2505.07004). One backward pass of the dense model collects them, in 4 bytes a token and layer; they multiply the
+    inputs of the pruned prefix later, whose statistics then need no backward pass of their own.
+    """
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
+        super().__init__(layer, samples, storage)
+        self.roots: list[Tensor] = []  # [T], by sample
+        self.row_squares = torch.zeros(layer.shape[0], device=layer.parameter.device)  # [d_out]
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        squares = delta[:, 0].square()
+        self.roots += squares.mean(-1).sqrt_()
+        self.row_squares += squares.sum((0, 1))
+
+    def merge(self, merger: Merger) -> None:
+        """The roots stay with the process that reads the samples; it reads them in the pruned model too."""
+        self.row_squares = merger.summed(self.row_squares)
+
+    def result(self) -> "TokenWeights":
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of every sample, in the order of the calls: one for each sample if the layer is called once."""
+        return [len(roots) for roots in self.roots]
+
+    def roots_of(self, first: int, count: int) -> Tensor:
+        """√s_t of a batch of samples, [samples, T, 1]."""
+        return torch.stack(self.roots[first : first + count])[..., None]
+
+    @property
+    def row_shares(self) -> Tensor:
+        """Σ_t δ_tk² relative to its mean over the rows, [d_out]; 1 where all are 0."""
+        mean = self.row_squares.mean()
+        return self.row_squares / mean if mean > 0 else self.row_squares + 1
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ from .accumulators import (
     Samples,
     Squares,
     TokenCounts,
+    TokenWeights,
     WeightedGram,
 )
 from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
-from .token_weights import TokenWeights
 
 
 @dataclass

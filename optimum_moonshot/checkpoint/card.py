@@ -16,9 +16,8 @@ from ..errors import check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
 from ..options import RECOVERY_DEFAULTS
-from ..reports.measurement import data_name
 from ..reports.plots import PLOT_NAME, by_kind, save_plot
-from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
+from ..reports.prune_report import LayerReport, PruneReport, data_name, mean_over_weights
 from ..reports.record import PruningRecord
 from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport

@@ -15,8 +15,7 @@ from ..files import writing
 from ..model.layers import by_visit
 from ..objective.grid import DTYPES
 from ..packing import PackedLayer, Quantized
-from ..reports.measurement import Measured
-from ..reports.prune_report import REPORT_NAME, PruneReport, mean_over_weights
+from ..reports.prune_report import REPORT_NAME, Measured, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from .card import Facts, update_evaluations
 from .folder import Checkpoint

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..model.layer_kinds import find_layer
 from ..packing import PackedLayer, Verdict
-from ..runtime.packed_embedding import PackedEmbedding, lookup_obstacle
-from ..runtime.packed_linear import PackedLinear
+from ..runtime.packed_linear import PackedEmbedding, PackedLinear, lookup_obstacle
 from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
 
 PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`

@@ -32,7 +32,7 @@ from ..model.isolation import isolated, wide_products
 from ..model.losses import checked_labels, pooled_output
 from ..model.model_info import check_tokens, max_positions, takes_images
 from ..progress import progress_bar
-from ..reports.measurement import Measurement, metric_key
+from ..reports.prune_report import Measurement, metric_key
 
 # Logits are converted to float32 in slices of about this size; with a large vocabulary, the whole takes gigabytes.
 SLICE_BYTES = 64 * 2**20

@@ -13,7 +13,7 @@ from ..data.sources import short_name
 from ..errors import MoonshotError, check_path, require
 from ..files import replace_file, writing
 from ..reports.json_files import check_fields
-from ..reports.measurement import Measured, Measurement
+from ..reports.prune_report import Measured, Measurement
 from ..reports.record import versions
 from .metrics import Accuracy, Agreement, Divergence, Perplexity
 from .zeroshot import ZeroShot

@@ -23,7 +23,7 @@ from ..model.calls import evaluation_mode
 from ..model.isolation import isolated, wide_products
 from ..progress import bars_are_wanted
 from ..reports.json_files import check_fields
-from ..reports.measurement import Measurement
+from ..reports.prune_report import Measurement
 from ..reports.record import versions
 
 PAPER_TASKS = ("boolq", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "piqa", "openbookqa")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import MoonshotError, check_path, reason, require
 from ..mapped import SpillFile
-from ..packing.spill_codec import spill_tensor
+from ..packing.layer import spill_tensor
 from .weights import FOLDERS, ONLOADED, RESIDENT, WEIGHTS, Weights, offload_hooks, tie_again
 
 _FILES = "_moonshot_files"  # attribute of accelerate's loader that holds its `SourceFiles`

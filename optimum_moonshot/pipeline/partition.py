@@ -12,8 +12,7 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..calibration.accumulators import GradientPlan, numbers_per_row
-from ..calibration.token_weights import TokenWeights
+from ..calibration.accumulators import GradientPlan, TokenWeights, numbers_per_row
 from ..distributed.sharing import Owner, divide, rows_of_processes
 from ..model.layers import PrunableLayer
 from ..objective.linalg import split_range

@@ -20,7 +20,7 @@ from ..model.layers import NamedParameter, PrunableLayer
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import sparsity_of
 from ..packing import weight_of
-from ..packing.spill_codec import decode_spilled, encode_spilled, spill_tensor
+from ..packing.layer import decode_spilled, encode_spilled, spill_tensor
 from ..reports.prune_report import BlockReport, LayerReport
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, TRAINING, Parts, RunFolder
 

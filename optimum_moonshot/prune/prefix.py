@@ -1,7 +1,7 @@
 """Whether a run computes the statistics of a block behind the pruned blocks before it, and what it needs for that.
 
 At λ = 1 a forward pass gives the inputs behind pruned blocks. The Fisher term that rows share needs one weight of every
-token besides, and takes the weights from the dense model (calibration/token_weights.py). Both take one more forward
+token besides, and takes the weights from the dense model (calibration/accumulators.py). Both take one more forward
 pass than statistics of the dense model, where all blocks follow each other. A Fisher term per row needs the gradients
 behind every pruned block, by a number of passes that is quadratic in the number of blocks.
 """
@@ -12,9 +12,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..calibration.accumulators import GradientPlan
+from ..calibration.accumulators import GradientPlan, TokenWeights
 from ..calibration.observer import Observer
-from ..calibration.token_weights import TokenWeights
 from ..model.layer_kinds import LinearLayer, PrunableLayer
 from ..pipeline.block_sequences import Extras
 from ..pipeline.inputs import Prepared

@@ -5,19 +5,43 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from ..errors import require
 from ..objective.quadratic import RelativeLoss
 from ..rotate.report import RotationReport
 from ..shrink.report import ShrinkReport
 from .json_files import Amount, Count, Fraction, JsonFields, Size, check_fields, check_value, load_json, save_json
-from .measurement import Measured
 from .tables import text_table
 
 REPORT_NAME = "moonshot_report.json"
 # In the JSON, for other programs.
 _DERIVED = ("sparsity", "chosen", "model_sparsity", "bits_per_weight", "model_bits_per_weight")
+
+
+class Measurement(NamedTuple):
+    """One measurement of a model."""
+
+    metric: str  # such as "perplexity", or "accuracy", 0 to 1
+    value: float
+    settings: dict[str, Any]  # must be equal for comparable values; as JSON types
+
+
+def metric_key(dataset: str, metric: str) -> str:
+    """The name of one of several measurements on a data set; `data_name` is the inverse."""
+    return f"{dataset} ({metric})"
+
+
+def data_name(key: str, metric: str) -> str:
+    """The data set, or the task, of a measurement."""
+    return key.removesuffix(f" ({metric})")
+
+
+class Measured(Protocol):
+    """Results of `perplexity`, `accuracy`, `agreement` and `zero_shot`."""
+
+    def measurements(self) -> dict[str, Measurement]:
+        """The measurements, by their data set or task."""
 
 
 @dataclasses.dataclass(frozen=True)

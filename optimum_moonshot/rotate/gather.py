@@ -17,9 +17,9 @@ from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.walk import Stage
 from .group_spaces import find
+from .learning import OutputMoments
 from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, set_totals
 from .permutation_search import competing
-from .scaling import OutputMoments
 from .spaces import Space
 
 # In messages: the phase of the run, and its cached tensors.

@@ -82,7 +82,7 @@ class Objective:
     """The groups of a model, by block; a block is onloaded while its groups are evaluated."""
 
     blocks: list[tuple[Block | None, list[Group]]] = field(default_factory=list)
-    moments: dict[str, Tensor] = field(default_factory=dict)  # space to scale → its output moments (scaling.py)
+    moments: dict[str, Tensor] = field(default_factory=dict)  # space to scale → its output moments (`OutputMoments`)
 
     @property
     def groups(self) -> list[Group]:

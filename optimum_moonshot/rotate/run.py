@@ -19,10 +19,9 @@ from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from .basis import Basis, ModelRotation, check_invariance, check_same, outputs
 from .gather import WHERE, PatternsOf, gather, release_inverses, rotatable_spaces
-from .learning import Learned, learn, rotations
+from .learning import Learned, learn, rotations, scale
 from .permutation_search import permute_channels
 from .report import RotationReport
-from .scaling import scale
 
 if TYPE_CHECKING:
     from ..model.layers import PrunableLayer

@@ -11,10 +11,9 @@ from llama_runs import assert_same, config, prune, weights
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.calibration.accumulators import GradientPlan
+from optimum_moonshot.calibration.accumulators import GradientPlan, TokenWeights
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.calibration.token_weights import TokenWeights
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.prune import layers as prune_layers
 
