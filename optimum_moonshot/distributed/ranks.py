@@ -44,8 +44,8 @@ LOOK = 2  # seconds between two checks of the connections to processes that have
 POLL = 0.02  # seconds between two checks of the store
 _TAG = 2**30 + 1  # of messages that nobody receives
 # Numbers the runs and the calls of `on_main_process`; equal in all processes, which make the same calls.
-_calls = itertools.count()
-_RUN, _MAIN = "a run of all processes", "a call that the first process serves, such as a save"
+calls = itertools.count()
+_RUN = "a run of all processes"
 _log = getLogger(__name__)
 
 
@@ -420,7 +420,7 @@ def processes() -> AbstractContextManager[Ranks]:
 
 @contextmanager
 def _group() -> Iterator[Ranks]:
-    group = RunGroup(f"call {next(_calls)}", _RUN)
+    group = RunGroup(f"call {next(calls)}", _RUN)
     try:
         group.open()
         ranks = Ranks(group.rank, group.size, group)
@@ -436,38 +436,3 @@ def _group() -> Iterator[Ranks]:
 def several() -> bool:
     """Whether there is a process group of more than one."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def on_main_process(work: Callable[[], Value]) -> Value:
-    """Do work in the first process, and return its value, which JSON can hold, in all processes.
-
-    The others wait for the first process, but it does not wait for them.
-
-    Raises:
-        MoonshotError: the first process failed or died.
-    """
-    if not several():
-        return work()
-    group = RunGroup(f"call {next(_calls)}", _MAIN)
-    if group.rank:
-        return json.loads(group.read())
-    group.begin()
-    try:
-        value = work()
-    except BaseException as error:
-        group.fail(error)
-        raise
-    group.publish(json.dumps(value))
-    return value
-
-
-def exit_message(error: BaseException) -> tuple[str, str] | None:
-    """The prefix and the message, ("rank 1 failed: ", "…"), that this process prints when an error ends its command.
-
-    None if another process prints them.
-    """
-    if not several():
-        return "", one_line(error)
-    group = RunGroup()
-    failure = group.failure(error)
-    return (f"rank {failure.rank} failed: ", failure.reason) if group.record(failure) else None

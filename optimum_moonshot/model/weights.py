@@ -17,7 +17,7 @@ from torch import nn
 WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
 # Of each onloaded weight's module: the set of modules and keys whose weights will be stored on exit.
 ONLOADED: WeakKeyDictionary[nn.Module, set[tuple[nn.Module, str]]] = WeakKeyDictionary()
-FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # by model, for written weights from disk
+FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # of a model, for written weights from disk
 
 
 class Weights:
@@ -77,11 +77,6 @@ def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         attributes = (vars(inner).get("_hf_hook"), vars(inner).get(WEIGHTS))
         memo |= {id(value): ModelHook() for value in attributes if value is not None}
     return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
-
-
-def write_to(model: nn.Module, folder: str | None) -> None:
-    """Set the folder for written weights that come from disk; None is the system's folder of temporary files."""
-    FOLDERS[model] = folder
 
 
 def tie_again(model: nn.Module) -> None:

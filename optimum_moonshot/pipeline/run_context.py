@@ -16,7 +16,7 @@ from ..errors import require
 from ..model.calls import CALL, Forward, called_by, replace_call
 from ..model.isolation import isolate, use_differentiable_attention, wide_products
 from ..model.layers import find_blocks, rest_onloaded
-from ..model.weights import write_to
+from ..model.weights import FOLDERS
 from ..runtime.packed_module import is_packed
 from .backoff import enough_memory
 from .selection import Subject
@@ -46,18 +46,16 @@ def run_context(
     _check_writable(model)
     require(loss is None or callable(loss), "give a function of output and inputs", field="loss", value=loss)
     require(not is_packed(model), PACKED)
-    if call is not None:
-        check_idle(model, call)
     with ExitStack() as undo:
         isolate(model, undo)
-        _occupy(model, call or "plan", undo)
+        _occupy(model, call, undo)
         notes = use_differentiable_attention(model, undo)
         ranks = SINGLE_PROCESS if call is None else undo.enter_context(processes())
         for context in (called_by(model, forward), rest_onloaded(model), wide_products(model)):
             undo.enter_context(context)
         if ranks.size > 1:
             ranks.check_equal("the call", {"the method": str(call)})
-        write_to(model, offload_dir)
+        FOLDERS[model] = offload_dir
         progress = subject.progress and ranks.is_main
         with enough_memory():
             yield dataclasses.replace(subject, progress=progress, ranks=ranks, notes=notes)
@@ -78,16 +76,16 @@ def _check_writable(model: nn.Module) -> None:
         require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
 
 
-def _occupy(model: nn.Module, call: str, undo: ExitStack) -> None:
+def _occupy(model: nn.Module, call: str | None, undo: ExitStack) -> None:
     """Until `undo` closes, other threads cannot call the model, and nobody can start another run on it.
 
     Raises:
-        MoonshotError: a run on the model, or on a part of it, is at work.
+        MoonshotError: a run on the model, or on a part of it, is at work, or a call would change a variant's weights.
     """
     parents = {name[:end] for name, _ in find_blocks(model) for end, letter in enumerate(name) if letter == "."}
     modules = {module for name, module in model.named_modules() if not name or name in parents}
     with _LOCK:
-        check_not_running(model, call)
+        check_idle(model, call)
         _RUNNING.update(modules)
         undo.callback(_RUNNING.difference_update, modules)
     for module in modules:
@@ -102,17 +100,6 @@ def _call(module: nn.Module, thread: int, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def check_not_running(model: nn.Module, call: str) -> None:
-    """Check that no run on the model, or on a part of it, is at work.
-
-    Raises:
-        MoonshotError: one is.
-    """
-    message = f"{call}: another run on this model is at work"
-    hint = f"call {call} after its end, or on a copy made before it"  # a later copy has the hooks of the run
-    require(_RUNNING.isdisjoint(model.modules()), message, hint=hint)
-
-
 @contextmanager
 def holding_variant(model: nn.Module) -> Iterator[None]:
     """A context in which the model has the weights of a variant, and `check_idle` raises an error."""
@@ -125,12 +112,17 @@ def holding_variant(model: nn.Module) -> Iterator[None]:
             del _APPLIED[model]
 
 
-def check_idle(model: nn.Module, call: str) -> None:
+def check_idle(model: nn.Module, call: str | None) -> None:
     """Check that a call that changes or saves weights is outside of runs and of `applied`, which would replace them.
+
+    None is a plan, which does neither, but observes the calls of the model: it is outside of runs too.
 
     Raises:
         MoonshotError: it is inside.
     """
-    check_not_running(model, call)
+    name = call or "plan"
+    message = f"{name}: another run on this model is at work"
+    hint = f"call {name} after its end, or on a copy made before it"  # a later copy has the hooks of the run
+    require(_RUNNING.isdisjoint(model.modules()), message, hint=hint)
     message = f"{call}: inside of applied() the model has a variant's weights, and the end of the block replaces them"
-    require(model not in _APPLIED, message, hint=f"call {call} after the block")
+    require(call is None or model not in _APPLIED, message, hint=f"call {call} after the block")

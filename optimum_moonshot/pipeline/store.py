@@ -7,7 +7,6 @@ surviving weights.
 import dataclasses
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +237,7 @@ class ResultStore:
 
     def pruned_weight(self, layer: PrunableLayer) -> Tensor:
         """The weight of a layer, [d_out, d_in], before a recovery, by which an interrupted run may have replaced it."""
-        return self.before_recovery.get(layer.name, partial(self.weight, layer))()
+        return (self.before_recovery.get(layer.name) or self.loader(layer.name))()
 
     def loader(self, name: str) -> Callable[[], Tensor]:
         """A function that returns the weight of a layer or a parameter, even after the folder was discarded."""

@@ -55,7 +55,7 @@ class _Collecting(Task):
 
     def __init__(self, run: RunSpec, prepared: Prepared, solve: Solve | None, samples: list[Batch] | None):
         self.run, self.trial, self.done, self.trials = run, solve, set[str](), dict[Any, Trial]()
-        prefix = find_prefix(prepared, [self])
+        prefix = find_prefix(prepared, self.lacks)
         spec = dataclasses.replace(run.statistics, token_weights=prefix.weights or {})
         if not (spec.keeps_routing or any(map(run.all_token_experts, prepared.selection.layers))):
             spec.under_calibrated_experts = "magnitude"  # a few samples reach few experts

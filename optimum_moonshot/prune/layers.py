@@ -24,7 +24,7 @@ from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.variant import Variant, share_results
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
-from .prefix import Prefix, find_prefix
+from .prefix import find_prefix
 
 if TYPE_CHECKING:
     from ..pipeline.model_pipeline import ModelPipeline
@@ -96,14 +96,15 @@ def solve(
 class Pruning(Task):
     """Solves every layer for each variant that lacks it, from the statistics of one pass; `bar` counts layers."""
 
-    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm, prefix: Prefix):
-        selection = prepared.selection
+    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
+        self.prepared, self.variants, self.bar, selection = prepared, variants, bar, prepared.selection
+        bar.update(sum(not self.lacks(layer) for layer in selection.layers))
+        self.prefix = find_prefix(prepared, self.lacks, several=len(variants) > 1)
         patterns = {layer.name: [variant.pattern_of(layer) for variant in variants] for layer in selection.layers}
         samples = 0 if prepared.data is None else prepared.data.num_samples
-        spec = StatisticsSpec.of(selection, patterns, samples, prefix.weights or {})
+        spec = StatisticsSpec.of(selection, patterns, samples, self.prefix.weights or {})
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
-        self.prepared, self.variants, self.bar = prepared, variants, bar
-        self.pipeline = prefix.pipeline(prepared, self, self._pruned_weight)
+        self.pipeline = self.prefix.pipeline(prepared, self, self._pruned_weight)
 
     def _pruned_weight(self, layer: PrunableLayer) -> Tensor:
         """The weight [d_out, d_in] of the first variant for a layer that has been solved, or stays dense."""
@@ -135,13 +136,11 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     The model is dense and frozen; the variants have the same layers and solver. Returns the pipeline, which has the
     losses of the dense model.
     """
-    bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     if prepared.selection.config.allocation != "uniform":
         allocate_sparsity(prepared, variants)
-    prefix = find_prefix(prepared, variants)
-    task = Pruning(prepared, variants, bar, prefix)
+    task = Pruning(prepared, variants, bar)
     run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
-    task.pipeline.losses = task.pipeline.losses or list(prefix.losses)
+    task.pipeline.losses = task.pipeline.losses or list(task.prefix.losses)
     for variant in variants:
         variant.notes += [*task.pipeline.notes, *task.notes]
         require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")

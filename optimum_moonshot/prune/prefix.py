@@ -8,7 +8,7 @@ behind every pruned block, by a number of passes that is quadratic in the number
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -41,13 +41,6 @@ class Prefix(NamedTuple):
         return ModelPipeline(prepared, results, weight if self.recompute else None, gradients, self.extras, notes)
 
 
-class Unfinished(Protocol):
-    """A variant, or a rehearsal of one."""
-
-    def lacks(self, layer: PrunableLayer) -> bool:
-        """Whether a layer has no result yet, and is to have one."""
-
-
 def runs_forward(selection: Selection) -> bool:
     """Whether forward passes behind pruned blocks give the statistics, if all blocks follow each other.
 
@@ -59,12 +52,15 @@ def runs_forward(selection: Selection) -> bool:
     return not selection.needs_gradients or (selection.shares_fisher and linear)
 
 
-def find_prefix(prepared: Prepared, variants: Sequence[Unfinished]) -> Prefix:
-    """The source of the statistics of a dense, frozen model; several variants share those of the dense model."""
+def find_prefix(prepared: Prepared, lacks: Callable[[PrunableLayer], bool], several: bool = False) -> Prefix:
+    """The source of the statistics of a dense, frozen model; `several` variants share those of the dense model.
+
+    `lacks` says whether a layer has no result yet, and is to have one.
+    """
     selection = prepared.selection
     wanted = bool(selection.recompute)
-    lacking = any(variant.lacks(layer) for variant in variants for layer in selection.layers)
-    if prepared.data is None or len(variants) > 1 or not lacking or not runs_forward(selection):
+    lacking = any(map(lacks, selection.layers))
+    if prepared.data is None or several or not lacking or not runs_forward(selection):
         return Prefix(wanted)
     probe = partial(extras_in_turn, prepared, False)
     extras = prepared.backoff.with_smaller_batches("the probe", probe, lambda: prepared.batches)
