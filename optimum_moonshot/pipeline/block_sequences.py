@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..calibration.samples import calls_seen, unlike
 from ..data.batches import Batch, batch_size, take
 from ..errors import MoonshotError, require
 from ..model.calls import (
@@ -41,6 +40,7 @@ from ..model.calls import (
 from ..model.layers import Block, onloaded_in_turn, visited
 from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.weight_sums import function_values
+from .calibration_data import calls_seen, unlike
 
 Extras = list[int | None]  # the number of values that each block returns behind its hidden state; None: a bare tensor
 _HINT = "load the model without `offload` to prune it"

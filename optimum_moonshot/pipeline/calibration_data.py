@@ -3,13 +3,19 @@
 Samples that the dense model generates have exactly T tokens, none padded. All samples of a batch grow in step, by
 `generate` with its cache. The beginning of a sample is forced token by token, and so is the next beginning where the
 model ends a text early. The samples are stored in the run's folder: a resumed run reads the same tokens.
+
+Gradients are collected sample by sample, and statistics exclude padding, so the samples must be on the first axis of a
+layer's inputs. Most inputs are [samples, tokens, features]. Others have tokens first, are shared by all samples (tables
+of relative positions), or are the tokens of one expert, or the patches of all images in one row. Shapes alone do not
+distinguish these, so the calls with two samples are compared with the calls with the second sample alone; batches have
+one sample where they differ.
 """
 
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,14 +24,14 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ..data.batches import PROBE_TOKENS, Batch, batch_size, digest, shorten, split_batches, without_padding
+from ..data.batches import PROBE_TOKENS, Batch, batch_size, digest, shorten, split_batches, take, without_padding
 from ..data.images import load_image_text, load_images, open_image_text, open_images, reads_both
 from ..data.self_calibration import SelfCalibration
 from ..data.text import LONGEST_SAMPLE, CalibrationData, Usable, load_calibration, window_length
 from ..devices import is_out_of_memory, preserved_random_state, release_unused
 from ..errors import MoonshotError, one_line, reason, require
-from ..model.calls import frozen, model_device
-from ..model.layers import onloaded_in_turn, visited
+from ..model.calls import close, frozen, model_device, run_model
+from ..model.layers import PrunableLayer, onloaded_in_turn, visited
 from ..model.losses import add_labels, labelled, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.weight_sums import function_values, model_parts, model_sums
@@ -36,6 +42,9 @@ from .selection import Selection, Subject
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
 LOGITS_BYTES = 2 * 2**30
+
+# By layer, for each call: one number per element of the first axis of its inputs; None if it does not show the samples.
+Calls = dict[str, list[Tensor | None]]
 
 
 def read_data(
@@ -111,6 +120,54 @@ def one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
     note = f"one sample at a time: the inputs of {unshown[0]}{more} do not show which sample they belong to"
     batches = [without_padding(each) for each in split_batches(data.batches, 1)]
     return dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
+
+
+def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> list[str]:
+    """The names of the layers whose inputs do not show the samples of a batch of two, on the model's device.
+
+    The model is in evaluation mode, with its weights onloaded while it is called.
+    """
+    both, second = (
+        calls_seen(layers, token_mask(samples), batch_size(samples), partial(run_model, model, samples))
+        for samples in (batch, take(batch, 1, 2))
+    )
+    return unlike(layers, both, second)
+
+
+def unlike(layers: Sequence[PrunableLayer], both: Calls, second: Calls) -> list[str]:
+    """The names of the layers where the second half of some call with both samples is not the second sample's call."""
+    names = []
+    for layer in layers:
+        calls, alone = both[layer.name], second[layer.name]
+        pairs = [(two, one) for two, one in zip(calls, alone, strict=False) if two is not None and one is not None]
+        complete = len(pairs) == len(calls) == len(alone)
+        if not complete or not all(len(two) == 2 * len(one) and close(two[len(one) :], one) for two, one in pairs):
+            names.append(layer.name)
+    return names
+
+
+@torch.no_grad()
+def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: int, run: Callable[[], Any]) -> Calls:
+    """The calls of the layers while `run` is called with B `samples`.
+
+    `mask` is bool [B, T], True where a token counts; None where all do.
+    """
+    calls: Calls = {layer.name: [] for layer in layers}
+
+    def see(name: str, called: PrunableLayer, inputs: Tensor, output: Tensor) -> None:
+        try:
+            next(called.pairs(inputs, output, called.token_mask(inputs, mask), samples))
+        except MoonshotError:
+            calls[name].append(None)
+            return
+        rows = inputs.detach().float().flatten(1) if inputs.ndim > 1 else inputs.detach().float()[:, None]
+        calls[name].append(rows @ torch.arange(rows.shape[1], device=rows.device).cos())
+
+    with ExitStack() as stack:
+        for layer in layers:
+            layer.watch(partial(see, layer.name), stack)
+        run()
+    return calls
 
 
 def check_without_data(selection: Selection) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..calibration.samples import unshown_samples
 from ..calibration.storage import Storage
 from ..data.batches import Batch, sample_count, shorten, split_batches
 from ..data.self_calibration import SelfCalibration
@@ -19,7 +18,13 @@ from ..model.weight_sums import block_sums, model_function, model_parts, model_s
 from ..model.weights import RESIDENT
 from .backoff import Backoff
 from .block_sequences import Extras, probe_blocks
-from .calibration_data import check_without_data, one_by_one, read_data, two_samples
+from .calibration_data import (
+    check_without_data,
+    one_by_one,
+    read_data,
+    two_samples,
+    unshown_samples,
+)
 from .run_folder import RunFolder
 from .selection import Selection, Subject, check_weight
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..allocate.byte_budget import allocated_bits
 from ..allocate.loss_curves import SampledRows, matrix_curve, sampled_rows, trial_patterns
+from ..allocate.run import allocated_bits
 from ..calibration.observer import LayerStatistics
 from ..devices import is_gpu, wait_for
 from ..errors import FactorizationError

@@ -9,7 +9,7 @@ from marks import slow
 from models import image_batches, make
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.allocate.byte_budget import Choice
+from optimum_moonshot.allocate.run import Choice
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_structure

@@ -12,12 +12,12 @@ from tiny_configs import tiny_config
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.calibration import samples
-from optimum_moonshot.calibration.samples import unshown_samples
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_blocks, find_structure
+from optimum_moonshot.pipeline import calibration_data
 from optimum_moonshot.pipeline.block_sequences import find_block_sequences
+from optimum_moonshot.pipeline.calibration_data import unshown_samples
 
 
 def batches(family, model):
@@ -124,7 +124,7 @@ def test_padding_is_separated_without_gradients():
 
 
 def test_lambda_1_runs_no_probe_of_the_samples(monkeypatch):
-    monkeypatch.delattr(samples, "run_model")  # a probe would call it
+    monkeypatch.delattr(calibration_data, "run_model")  # a probe would call it
     config = MoonshotConfig(pattern="2:4", num_samples=4, batch_size=2, lam=1.0)
     model = made("llama")
     MoonshotPruner(model, config).prune(batches("llama", model), progress=False)
