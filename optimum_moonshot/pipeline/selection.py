@@ -89,8 +89,10 @@ class Selection:
         """λ of a layer: 1 where the Fisher loss is restricted to attention and the layer does not belong to it."""
         return self.lam if self.config.fisher_layers == "all" or layer.attention else 1.0
 
-    def on_grid(self, pattern: Pattern, layer: PrunableLayer) -> Pattern:
-        """A pattern of a layer with the grid of its survivors: from an allocation, else from the configuration."""
+    def pattern_of(self, layer: PrunableLayer, allocated: Pattern | MixedNM | None = None) -> Pattern:
+        """The pattern of a layer, from an allocation if it has one, with the grid of its survivors."""
+        pattern = self.patterns[layer.name] if allocated is None else allocated
+        pattern = pattern.nearest if isinstance(pattern, MixedNM) else pattern
         grid = pattern.grid if self.config.has_budget else self.config.grid
         return pattern if grid is None else dataclasses.replace(pattern, grid=grid.with_dtype(layer.parameter.dtype))
 

@@ -111,8 +111,7 @@ class Variant:
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
         """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""
-        pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
-        return self.selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
+        return self.selection.pattern_of(layer, self.patterns.get(layer.name))
 
     def written(self) -> Iterator[tuple[Weights, list[Written]]]:
         """The layers and parameters with results, by the weights of their block; last those outside of blocks."""

@@ -15,7 +15,7 @@ from ..allocate.loss_curves import SampledRows, sampled_count
 from ..calibration.storage import MORE_MEMORY, Storage
 from ..model.layers import Block, PrunableLayer
 from ..model.model_info import text_setting, vocabulary_size
-from ..objective.patterns import MixedNM, Pattern
+from ..objective.patterns import Pattern
 from ..pipeline.partition import Part, StatisticsSpec, partition
 from ..pipeline.selection import Selection
 from ..pipeline.under_calibrated_experts import is_under_calibrated
@@ -84,12 +84,6 @@ def module_bytes(module: nn.Module) -> int:
 def weight_bytes(layer: PrunableLayer) -> int:
     """Bytes of a layer's matrix in the model's dtype."""
     return layer.shape[0] * layer.shape[1] * layer.parameter.dtype.itemsize
-
-
-def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
-    """The pattern of a layer, before an allocation changes it."""
-    pattern = selection.patterns[layer.name]
-    return selection.on_grid(pattern.nearest if isinstance(pattern, MixedNM) else pattern, layer)
 
 
 class OffloadedBlocks(NamedTuple):
@@ -173,7 +167,7 @@ class RunSpec:
         return blocks * (blocks + 1) // 2 if self.differentiates else blocks
 
     def pattern(self, layer: PrunableLayer) -> Pattern:
-        return pattern_of(self.selection, layer)
+        return self.selection.pattern_of(layer)
 
     def key(self, layer: PrunableLayer) -> Any:
         """Equal for layers that take the solver as long."""

@@ -22,7 +22,7 @@ from ..rotate.learning import PATIENCE
 from ..rotate.permutation_search import search_products
 from .inputs import build_spec, example_batches, is_given
 from .machine import MachineMemory
-from .memory import Rehearsed, RunSpec, Trace, module_bytes, pattern_of
+from .memory import Rehearsed, RunSpec, Trace, module_bytes
 from .rehearsal import Rehearsal
 from .report import DISK, HOST, Overflow, Plan, Snapshot, peaks_of
 from .trials import clock
@@ -178,7 +178,7 @@ def rotation_products(selection: Selection) -> float:
         layers = [layer for layer in block.layers if layer.groups == 1]
         widths = {layer.shape[1] for layer in layers}
         neurons = [layer for layer in layers if len(widths) > 1 and layer.shape[1] == max(widths)]
-        products += sum(search_products(layer.shape, [pattern_of(selection, layer)]) for layer in neurons)
+        products += sum(search_products(layer.shape, [selection.pattern_of(layer)]) for layer in neurons)
     return products
 
 
