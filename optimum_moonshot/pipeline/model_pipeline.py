@@ -1,11 +1,11 @@
 """The stages of a whole model: its sequential blocks, then the layers outside of them.
 
 `ModelPipeline` observes the dense model. With ``recompute`` it observes the already pruned prefix: the paper's "++"
-(MOONSHOT, arXiv 2604.13287, "Hessian Recomputation"), by `RecomputePipeline`. The blocks are then pruned first to last.
-The inputs of a block's layers, and the gradients of their outputs, come from a model whose blocks before it are pruned
-and whose blocks from it on are dense; all layers of a block are observed before one is pruned, as in SparseGPT. Pruned
-weights are in the model only during a pass, while the device holds them beside the dense ones (of one block, or of the
-whole prefix where the blocks are not sequential).
+(MOONSHOT, arXiv 2604.13287, "Hessian Recomputation"). The blocks are then pruned first to last. The inputs of
+a block's layers, and the gradients of their outputs, come from a model whose blocks before it are pruned and whose
+blocks from it on are dense; all layers of a block are observed before one is pruned, as in SparseGPT. Pruned weights
+are in the model only during a pass, while the device holds them beside the dense ones (of one block, or of the whole
+prefix where the blocks are not sequential).
 
 Cost over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be observed and pruned to
 compute the next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block
@@ -17,23 +17,21 @@ weights of the Fisher term come from the dense model (prune/prefix.py), the cost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..model.calls import frozen
-from ..model.layers import PrunableLayer, Structure, all_onloaded
-from ..model.losses import Loss
+from ..model.layers import PrunableLayer, all_onloaded
 from ..progress import progress_bar
 from .block_sequences import BlockSequence, BlockSequences, Extras, find_block_sequences, parameters_read
 from .inputs import Prepared
-from .walk import BlockStage, FullModelPipeline, OpenStage, PassObserver, Stage, Walk
+from .walk import BlockStage, OpenStage, PassObserver, Stage, Walk, observe_model
 
 Layers = tuple[PrunableLayer, ...]
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
@@ -55,9 +53,13 @@ class Results(Protocol):
 
 @dataclass(eq=False)
 class ModelPipeline:
-    """The stages of a model, whenever it is iterated; without data one per block, which observe nothing."""
+    """The stages of a model, whenever it is iterated; without data one per block, which observe nothing.
 
-    prepared: Prepared
+    Blocks that are not sequential, and layers outside of blocks, are observed by passes of the whole model. Behind
+    pruned layers, each block of these and each layer outside is a stage of its own.
+    """
+
+    prepared: Prepared  # with a frozen model
     results: Results  # the layers that lack one are observed
     # The pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the pruned prefix;
     # None for statistics of the dense model.
@@ -69,21 +71,29 @@ class ModelPipeline:
     losses: list[Tensor | None] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Stage]:
-        self.losses = []
+        self.losses, self.whole = [], 0  # passes of the whole model
+        self.backward = self.prepared.selection.needs_gradients if self.gradients is None else self.gradients
         if not any(map(self.results.lacks, self.prepared.selection.layers)):
             return iter(())
         if self.prepared.data is None:
             return self._without_data()
         return self._of_dense_model() if self.weight is None else self._behind_pruned(self.weight)
 
+    def _without_data(self) -> Iterator[Stage]:
+        structure = self.prepared.selection.structure
+        for block in structure.blocks:
+            if block.layers:
+                yield OpenStage(block.layers, lambda observer: None, block.onloaded)
+        yield OpenStage(structure.outside, lambda observer: None)
+
     def _of_dense_model(self) -> Iterator[Stage]:
-        prepared, structure, gradients = self.prepared, self.prepared.selection.structure, self._needs_gradients
-        sequences = block_sequences(prepared, gradients)
+        prepared, structure = self.prepared, self.prepared.selection.structure
+        sequences = block_sequences(prepared, self.backward)
         for layer in (layer for block in sequences.unreached for layer in block.layers):
             if self.results.lacks(layer):
                 self.results.skip(layer)
         for sequence in sequences.sequential:
-            walk = walk_over(prepared, sequence, prepared.batches, gradients)
+            walk = walk_over(prepared, sequence, prepared.batches, self.backward)
             total, shown = len(walk.batches), prepared.subject.progress
             with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
                 walk.progress = bar.update
@@ -96,34 +106,42 @@ class ModelPipeline:
                     prepared.backoff.grow(stage.recut, lambda: prepared.batches)
         others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
         if others or structure.outside:
-            layers, loss = others + structure.outside, prepared.subject.loss
-            full = FullModelPipeline(prepared.model, structure.blocks, prepared.batches, gradients, loss, layers)
-            yield from full
-            self.losses = self.losses or full.losses
+            yield OpenStage(others + structure.outside, partial(self._observe_whole, ()))
         if others:
-            cost = f"{full.passes} passes of the whole model, with all its activations in memory"
+            cost = f"{self.whole} passes of the whole model, with all its activations in memory"
             self.notes.append(f"{len(sequences.non_sequential)} blocks are not sequential; their layers took {cost}")
-
-    @property
-    def _needs_gradients(self) -> bool:
-        return self.prepared.selection.needs_gradients if self.gradients is None else self.gradients
-
-    def _without_data(self) -> Iterator[Stage]:
-        structure = self.prepared.selection.structure
-        for block in structure.blocks:
-            if block.layers:
-                yield OpenStage(block.layers, lambda observer: None, block.onloaded)
-        yield OpenStage(structure.outside, lambda observer: None)
 
     def _behind_pruned(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
         prepared, structure = self.prepared, self.prepared.selection.structure
-        gradients, loss = self._needs_gradients, prepared.subject.loss
-        extras = self.extras or extras_in_turn(prepared, gradients)
-        options = prepared.storage, weight, gradients, extras
-        pipeline = RecomputePipeline(prepared.model, structure, prepared.batches, loss, *options)
-        pipeline.notes = self.notes
-        pipeline.grow = lambda stage: prepared.backoff.grow(stage.recut, lambda: prepared.batches)
-        return iter(pipeline)
+        inside, done, walk = [block.layers for block in structure.blocks if block.layers], Layers(), None
+        extras = self.extras or extras_in_turn(prepared, self.backward)
+        if inside and extras is not None:
+            walk = walk_over(prepared, BlockSequence(structure.blocks, extras), prepared.batches, self.backward)
+            *observed, last = range(walk.lowest, 1 + max(i for i, block in enumerate(walk.blocks) if block.layers))
+            walk.capture_arguments()
+            for i in range(walk.lowest):
+                with walk.blocks[i].onloaded():
+                    walk.forward(i)
+            for i in (*observed, last):
+                stage = _PrefixStage(walk, i, weight, has_following=i < last)
+                yield stage
+                prepared.backoff.grow(stage.recut, lambda: prepared.batches)
+            inside, done = [], sum(inside, ())
+        for layers in (*inside, *((layer,) for layer in structure.outside)):
+            yield OpenStage(layers, partial(self._observe_whole, done))
+            done += layers
+        passes = [] if walk is None else [f"{walk.forwards} block passes forwards", f"{walk.backwards} backwards"]
+        passes += [f"{self.whole} passes of the whole model"] if self.whole or not passes else []
+        self.notes.append(f"statistics recomputed on the pruned prefix: {', '.join(passes)}")
+
+    def _observe_whole(self, done: Layers, observer: PassObserver) -> None:
+        """Observe a pass of the whole model, in which the layers that are done have their pruned weights."""
+        prepared, gradients = self.prepared, self.backward and bool(observer.gradients)
+        options = prepared.batches, observer, gradients, prepared.subject.loss
+        with nullcontext() if self.weight is None else swapped_weights(done, self.weight):
+            losses = observe_model(prepared.model, prepared.selection.structure.blocks, *options)
+        self.losses = self.losses if self.losses or self.weight is not None else losses
+        self.whole += 1
 
     def reason(self, layer: PrunableLayer) -> str:
         """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""
@@ -182,83 +200,20 @@ def swapped_weights(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -
 class _PrefixStage(BlockStage):
     """A block that is observed dense behind pruned ones, and advances with its pruned weights to the next, if any."""
 
-    def __init__(self, recompute: RecomputePipeline, blocks: Walk, index: int, has_next: bool):
-        super().__init__(blocks, index)
-        self.recompute, self.has_following = recompute, has_next
+    def __init__(self, walk: Walk, index: int, weight: Callable[[PrunableLayer], Tensor], has_following: bool):
+        super().__init__(walk, index)
+        self.weight, self.has_following = weight, has_following
         self.has_next = False  # no pass with dense weights advances
 
+    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
+        if self.walk.gradients and observer is not None and observer.gradients:  # of the dense blocks behind it
+            self.walk.run_from(self.index, observer)
+        else:
+            super().observe(observer)
+
     def advance(self) -> None:
-        self.recompute.forward += self.passes + self.has_following
         if self.has_following:
-            with swapped_weights(self.layers, self.recompute.weight):
+            with swapped_weights(self.layers, self.weight):
                 self.walk.forward(self.index)
             self.advanced = True
         self.walk.calls[self.index] = []
-
-
-class _DifferentiatedStage(_PrefixStage):
-    """The same for a block with gradients, which come from the dense blocks behind it."""
-
-    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        assert observer is not None
-        if not observer.gradients:
-            super().observe(observer)
-            return
-        self.walk.run_from(self.index, observer)
-        behind = self.recompute.last - self.index
-        self.recompute.forward += 2 * (1 + behind)
-        self.recompute.backward += 1 + behind
-
-
-@dataclass(eq=False)
-class RecomputePipeline:
-    """Stages in the order of pruning; see the module's docstring.
-
-    Blocks that are not sequential, and layers outside of blocks, are observed by passes of the whole model with the
-    prefix pruned; every layer outside of blocks is a stage of its own, behind all blocks.
-    """
-
-    model: nn.Module  # frozen
-    structure: Structure
-    batches: Sequence[Batch]
-    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
-    storage: Storage  # of the caches
-    weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
-    gradients: bool  # whether any layer needs them
-    extras: Extras | None  # `extras_in_turn`
-    grow: Callable[[Stage], None] = lambda stage: None  # called after every block that is done
-    notes: list[str] = field(default_factory=list)  # for the report: the passes that the stages took
-
-    def __post_init__(self) -> None:
-        self.blocks, self.last = self.structure.blocks, len(self.structure.blocks) - 1
-        self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
-
-    def __iter__(self) -> Iterator[Stage]:
-        """One stage per block, from the first to the last with layers, then one per layer outside of blocks."""
-        inside, done = [block.layers for block in self.blocks if block.layers], Layers()
-        if inside and self.extras is not None:
-            blocks = Walk(self.model, self.blocks, self.batches, self.gradients, self.loss, self.storage, self.extras)
-            observed = range(blocks.lowest, 1 + max(i for i, block in enumerate(self.blocks) if block.layers))
-            blocks.capture_arguments()
-            for i in range(observed[0]):
-                with self.blocks[i].onloaded():
-                    blocks.forward(i)
-            self.forward += observed[0]
-            kind = _DifferentiatedStage if self.gradients else _PrefixStage
-            for i in observed:
-                stage = kind(self, blocks, i, i < observed[-1])
-                yield stage
-                self.grow(stage)
-            inside, done = [], sum(inside, ())
-        for layers in (*inside, *((layer,) for layer in self.structure.outside)):
-            yield OpenStage(layers, partial(self._run_whole, done))
-            done += layers
-        parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
-        parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
-        self.notes.append(f"statistics recomputed on the pruned prefix: {', '.join(parts)}")
-
-    def _run_whole(self, done: Layers, observer: PassObserver) -> None:
-        with swapped_weights(done, self.weight):
-            full = FullModelPipeline(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
-            full.run(observer)
-        self.whole += 1

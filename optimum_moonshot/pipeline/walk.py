@@ -1,9 +1,9 @@
 """Stages of a model, where layers are observed on all calibration data, repeatedly, until a stage advances.
 
-`FullModelPipeline` has a single stage that runs the entire model, for layers outside of sequential blocks. A `Walk` has
-one stage for each of some sequential blocks: one of them is alive at a time, and a block costs the same at any depth.
-The arguments of the blocks except their hidden state, such as masks and rotary tables, are captured first, by a pass in
-which the blocks return their input and compute nothing. Then
+`observe_model` runs the entire model, for layers outside of sequential blocks. A `Walk` has one stage for each of some
+sequential blocks: one of them is alive at a time, and a block costs the same at any depth. The arguments of the blocks
+except their hidden state, such as masks and rotary tables, are captured first, by a pass in which the blocks return
+their input and compute nothing. Then
 
 * forward (λ = 1): the blocks are visited from the first to the last without a graph; the outputs of a block replace its
   inputs in the cache. In all one forward pass.
@@ -19,7 +19,7 @@ The model stays dense until the last visit is done (one-shot), so the order does
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -111,43 +111,35 @@ class OpenStage:
         pass
 
 
-@dataclass(eq=False)
-class FullModelPipeline:
-    """One stage, which runs the entire model, and its backward pass where gradients are needed."""
+def observe_model(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    batches: Sequence[Batch],
+    observer: PassObserver,
+    gradients: bool,
+    loss: Loss | None,
+) -> list[Tensor | None]:
+    """Pass all data through the entire model, and back where gradients are needed.
 
-    model: nn.Module
-    blocks: Sequence[Block]  # all of the model's
-    batches: Sequence[Batch]
-    gradients: bool  # whether any layer needs them
-    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
-    layers: Sequence[PrunableLayer] = ()  # of the stage; without any there is none
-    passes: int = 0  # over all data, so far
-
-    def __post_init__(self) -> None:
-        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
-
-    def __iter__(self) -> Iterator[Stage]:
-        if self.layers:
-            yield OpenStage(self.layers, self.run)
-
-    def run(self, observer: PassObserver) -> None:
-        """Pass all data; without a backward pass where the observer needs no gradients."""
-        gradients = self.gradients and bool(observer.gradients)
-        self.passes += 1
-        with all_onloaded(self.blocks) if gradients else onloaded_in_turn(self.blocks):
-            first = 0
-            for index, batch in enumerate(self.batches):
-                batch = to_device(batch, model_device(self.model))
-                count = batch_size(batch)
-                observer.begin(first, count, token_mask(batch))
-                with torch.set_grad_enabled(gradients):
-                    output = run_model(self.model, batch)
-                    if gradients:
-                        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
-                        if logits.requires_grad:  # else nothing that is observed has a gradient
-                            torch.autograd.backward(logits, gradient)
-                observer.end()
-                first += count
+    `blocks` are all of the model's, and `loss` is (output, batch) → [B] losses, or None for the model's own. Returns
+    the losses ℓ_n by batch, None without a backward pass.
+    """
+    losses: list[Tensor | None] = [None] * len(batches)
+    with all_onloaded(blocks) if gradients else onloaded_in_turn(blocks):
+        first = 0
+        for index, batch in enumerate(batches):
+            batch = to_device(batch, model_device(model))
+            count = batch_size(batch)
+            observer.begin(first, count, token_mask(batch))
+            with torch.set_grad_enabled(gradients):
+                output = run_model(model, batch)
+                if gradients:
+                    logits, gradient, losses[index] = loss_gradient(model, output, batch, loss)
+                    if logits.requires_grad:  # else nothing that is observed has a gradient
+                        torch.autograd.backward(logits, gradient)
+            observer.end()
+            first += count
+    return losses
 
 
 class Stop(Exception):
@@ -160,14 +152,15 @@ class BlockStage:
     def __init__(self, walk: "Walk", index: int):
         self.walk, self.index, self.block = walk, index, walk.blocks[index]
         self.layers, self.module, self.onloaded = self.block.layers, self.block.module, self.block.onloaded
-        self.recut, self.advanced, self.passes = walk.recut, False, 0
+        self.recut, self.advanced = walk.recut, False
         # Whether another stage of the walk follows.
         self.has_next = index > walk.lowest if walk.gradients else index < walk.highest
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
         """Like `Stage.observe`, but without an observer the data pass unobserved."""
         walk, first, advance = self.walk, 0, advance and self.has_next
-        self.passes += 1
+        walk.forwards += 1
+        walk.backwards += walk.gradients and (advance or observer is not None and bool(observer.gradients))
         device = next(self.module.parameters()).device
         for index, batch in enumerate(walk.batches):
             call, count, mask = walk.calls[self.index][index], batch_size(batch), token_mask(batch)
@@ -219,6 +212,7 @@ class Walk:
         self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
         observed = [i for i, block in enumerate(self.blocks) if block.layers]
         self.lowest, self.highest = observed[0], observed[-1]
+        self.forwards, self.backwards = 0, 0  # passes of all data through single blocks
         if self.gradients and self.extras is not None:
             self.highest = len(self.blocks) - 1  # the head's gradient is that of its output
 
@@ -333,6 +327,7 @@ class Walk:
             with self.blocks[i].onloaded():
                 self.forward(i)
         if self.gradients:  # the outputs of the last block, which their gradients will replace
+            self.forwards += 1
             with self.blocks[self.highest].onloaded(), torch.no_grad():
                 outputs = (self._output(self.highest, call) for call in self.calls[self.highest])
                 self.deltas = [self.storage.put(output, "output gradients") for output in outputs]
@@ -344,6 +339,7 @@ class Walk:
     @torch.no_grad()
     def forward(self, i: int) -> None:
         """Compute the inputs of the next block by an onloaded one, whose inputs stay cached if its stage needs them."""
+        self.forwards += 1
         for index in range(len(self.batches)):
             call, following = self.calls[i][index], self.calls[i + 1][index]
             output = self._output(i, call)

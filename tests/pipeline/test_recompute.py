@@ -1,6 +1,8 @@
 """Statistics on the pruned prefix, against a model whose first blocks are pruned."""
 
 import copy
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +14,15 @@ from models import CAUSAL, EDGE, image_batches, make, token_batches
 from report_totals import target_zeros, total_size
 from torch import nn
 
-from optimum_moonshot import MoonshotError, MoonshotPruner
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_sequences import find_sequence, probe_blocks
-from optimum_moonshot.pipeline.model_pipeline import RecomputePipeline, swapped_weights
+from optimum_moonshot.pipeline.inputs import prepare
+from optimum_moonshot.pipeline.model_pipeline import ModelPipeline, swapped_weights
+from optimum_moonshot.pipeline.selection import Subject, select
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
@@ -36,24 +39,25 @@ def masked(layer):
 
 
 def gather(model, batches, gradients=True, targets=None):
-    """{layer: statistics}, the pipeline and the pruned weights; `masked` "prunes" each layer after its stage."""
-    structure, storage = find_structure(model, targets), Storage(torch.device("cpu"))
-    pruned = {layer.name: masked(layer) for layer in structure.layers()}
+    """{layer: statistics}, the numbers of passes, and the weights that `masked` gives each layer after its stage."""
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
-    statistics = {}
+    sizes = dict(num_samples=samples, batch_size=max(len(next(iter(batch.values()))) for batch in batches))
+    options = dict(lam=0.5 if gradients else 1, fisher="rows", sparsity=0.5, targets=targets, recompute=True)
+    selection = select(model, MoonshotConfig(solver="sparsegpt", **options, **sizes))
+    prepared = prepare(Subject(model, progress=False), selection, batches)
+    pruned = {layer.name: masked(layer) for layer in selection.layers}
+    statistics, lacking = {}, SimpleNamespace(lacks=lambda layer: layer.name not in statistics)
     with frozen(model):
-        sequence = find_sequence(model, structure.blocks, shorten(batches[0]), gradients, None)
-        extras = None if sequence is None else sequence.extras
-        passes = RecomputePipeline(
-            model, structure, batches, None, storage, lambda layer: pruned[layer.name], gradients, extras
-        )
-        for step in passes:
+        pipeline = ModelPipeline(prepared, lacking, lambda layer: pruned[layer.name])
+        for step in pipeline:
             differentiated = {layer.name for layer in step.layers} if gradients else set()
-            with Observer(list(step.layers), False, differentiated, samples, storage) as observer:
+            with Observer(list(step.layers), False, differentiated, samples, prepared.storage) as observer:
                 step.observe(observer, True)
             statistics |= {layer.name: observer.take(layer) for layer in step.layers}
             step.advance()
-    return statistics, passes, pruned
+    (note,) = pipeline.notes
+    kinds = "block passes forwards", "backwards", "passes of the whole model"
+    return statistics, [sum(map(int, re.findall(rf"(\d+) {kind}", note))) for kind in kinds], pruned
 
 
 def check(model, batches, gradients=True, targets=None):
@@ -83,18 +87,18 @@ def test_statistics_are_those_of_a_model_whose_prefix_is_pruned(name, gradients)
     passes = check(make(name), batches, gradients, targets)
     # Pruned blocks give the inputs of the next one; with gradients, each of the 3 blocks and the later ones run twice.
     counts = (2 * (3 + 2 + 1) + 2, 3 + 2 + 1) if gradients else (3 + 2, 0)
-    assert (passes.forward, passes.backward, passes.whole) == (*counts, 0)
+    assert passes == [*counts, 0]
 
 
 def test_layers_outside_of_the_blocks_come_last():
     passes = check(make("llama"), token_batches(padded=True), targets=[r"layers\.[12]\.", "lm_head"])
-    assert passes.forward == 1 + 2 * 2 + 1 + 2 * 1 and passes.whole == 1
+    assert passes == [1 + 2 * 2 + 1 + 2 * 1, 2 + 1, 1]
 
 
 @pytest.mark.parametrize("name", ["bert", "albert"])
 def test_masked_language_models_at_lambda_one(name):
     passes = check(make(name), token_batches(padded=True), gradients=False)
-    assert (passes.whole > 0) == (name == "albert")
+    assert (passes[2] > 0) == (name == "albert")
 
 
 def test_a_block_with_more_outputs_than_its_hidden_state_is_never_skipped():
@@ -107,7 +111,7 @@ def test_a_block_with_more_outputs_than_its_hidden_state_is_never_skipped():
         with pytest.raises(MoonshotError, match="depend on what other blocks compute"):
             probe_blocks(model, blocks, shorten(batches[0]), False, None)
     passes = check(model, batches, gradients=False)
-    assert (passes.forward, passes.whole) == (0, 3)
+    assert passes == [0, 0, 3]
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -117,7 +121,7 @@ def test_non_sequential_models_run_as_a_whole(name, gradients):
     passes = check(model, image_batches(), gradients)
     structure = find_structure(model)
     stages = sum(bool(block.layers) for block in structure.blocks) + len(structure.outside)
-    assert (passes.forward, passes.whole) == (0, stages) and stages > 1
+    assert passes == [0, 0, stages] and stages > 1
 
 
 @pytest.mark.parametrize("name", list(CAUSAL))

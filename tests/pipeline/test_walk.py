@@ -1,5 +1,6 @@
 """Statistics of a walk over blocks against a slow reference: one autograd pass per sample, one hook per layer."""
 
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -14,7 +15,7 @@ from optimum_moonshot.model import layer_kinds
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_sequences import find_sequence
-from optimum_moonshot.pipeline.walk import FullModelPipeline, Walk
+from optimum_moonshot.pipeline.walk import OpenStage, Walk, observe_model
 
 
 def gather(model, batches, gradients=True, diagonal=False, whole=False, captures_all=False, cut_to=()):
@@ -28,7 +29,8 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False, captures
     statistics, sizes = {}, cycle(cut_to)
     with frozen(model):
         if whole:
-            stages = FullModelPipeline(model, structure.blocks, batches, gradients, None, tuple(structure.layers()))
+            run = partial(observe_model, model, structure.blocks, batches, gradients=gradients, loss=None)
+            stages = [OpenStage(tuple(structure.layers()), run)]
         else:
             sequence = find_sequence(model, structure.blocks, shorten(batches[0]), gradients, None)
             assert sequence.extras is not None
