@@ -114,11 +114,6 @@ class SharedSums:
     readers: dict[str, list[Hashable]] = field(default_factory=dict)  # layer → the tensors it read in this batch
     first: bool = True  # during the first batch, other layers may join
 
-    def add(self, call: LayerCall) -> None:
-        for inputs in call.called.tokens(call.inputs, call.mask):
-            for statistic in self.statistics.values():
-                statistic.add(inputs, call.called.called_groups)
-
 
 @dataclass
 class InputSums:
@@ -187,8 +182,10 @@ class InputSums:
             if tuple(reads) not in by_reads:
                 call = self.held[reads[0]]
                 by_reads[tuple(reads)] = made = self._make(call.layer, call.inputs.device)
-                for key in dict.fromkeys(reads):
-                    made.add(self.held[key])
+                for call in (self.held[key] for key in dict.fromkeys(reads)):
+                    for inputs in call.called.tokens(call.inputs, call.mask):
+                        for statistic in made.statistics.values():
+                            statistic.add(inputs, call.called.called_groups)
             self.of_layer[name] = by_reads[tuple(reads)]
             by_reads[tuple(reads)].readers[name] = []
 
@@ -329,8 +326,10 @@ class Observer(AbstractContextManager["Observer"]):
         with error_context(layer.name):
             mask = called.token_mask(inputs, self.mask)
         call = LayerCall(layer, called, inputs, inputs._version, mask, self.count)
-        if (inputs_sums := self.inputs.lacking(call)) is not None:
-            inputs_sums.add(call)
+        if (shared := self.inputs.lacking(call)) is not None:
+            for tokens in called.tokens(inputs, mask):
+                for statistic in shared.statistics.values():
+                    statistic.add(tokens, called.called_groups)
         sums = self.gradients.get(layer.name)
         if sums is None or (sums.weights is None and not torch.is_grad_enabled()):
             return None

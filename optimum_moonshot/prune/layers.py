@@ -16,7 +16,7 @@ from ..devices import peak_bytes, reset_peak, wait_for
 from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Pattern, PerExpert, sparsity_of
-from ..packing import Quantized, find_codec
+from ..packing import Bitmask, Quantized
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import Task, run_pipeline, solve_parts
 from ..pipeline.partition import StatisticsSpec
@@ -73,7 +73,7 @@ def solve(
     seconds = (time.perf_counter() - started) / len(patterns)
     results = []
     for pattern, result in zip(patterns, solved, strict=True):
-        weight, codec = result.weight, find_codec("bitmask") if pattern.grid is None else Quantized.of(pattern.grid)
+        weight, codec = result.weight, Bitmask() if pattern.grid is None else Quantized.of(pattern.grid)
         report = LayerReport(
             name=layer.name,
             shape=layer.shape,
