@@ -122,8 +122,9 @@ class ModelPipeline:
             for i in range(walk.lowest):
                 with walk.blocks[i].onloaded():
                     walk.forward(i)
+            kind = _DifferentiatedStage if self.backward else _PrefixStage
             for i in (*observed, last):
-                stage = _PrefixStage(walk, i, weight, has_following=i < last)
+                stage = kind(walk, i, weight, has_following=i < last)
                 yield stage
                 prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             inside, done = [], sum(inside, ())
@@ -205,15 +206,19 @@ class _PrefixStage(BlockStage):
         self.weight, self.has_following = weight, has_following
         self.has_next = False  # no pass with dense weights advances
 
-    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        if self.walk.gradients and observer is not None and observer.gradients:  # of the dense blocks behind it
-            self.walk.run_from(self.index, observer)
-        else:
-            super().observe(observer)
-
     def advance(self) -> None:
         if self.has_following:
             with swapped_weights(self.layers, self.weight):
                 self.walk.forward(self.index)
             self.advanced = True
         self.walk.calls[self.index] = []
+
+
+class _DifferentiatedStage(_PrefixStage):
+    """The same for a walk with gradients, which come from the dense blocks behind this one."""
+
+    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
+        if observer is not None and observer.gradients:
+            self.walk.run_from(self.index, observer)
+        else:
+            super().observe(observer)
