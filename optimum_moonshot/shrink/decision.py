@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from ..errors import MoonshotError
 from ..model.layers import find_blocks, find_structure
 from .blocks import BLOCKS
-from .costs import Costs, shape_costs
+from .costs import Costs, latency_costs, shape_costs
 from .experts import ExpertCount, WithoutExperts
-from .latency import latency_costs
 from .losses import (
     MOST_BLOCKS,
     BlockSets,

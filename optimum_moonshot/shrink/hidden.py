@@ -13,10 +13,9 @@ from ..data.batches import split_batches
 from ..errors import MoonshotError
 from ..pipeline.inputs import Prepared
 from ..reports.prune_report import PruneReport
-from .costs import Costs, Narrowing, dense_cost, shape_costs
+from .costs import Costs, Narrowing, as_measured, dense_cost, model_latency, shape_costs
 from .decision import Decision, Tables, alternatives
 from .hidden_size import WidthReduction, cut_stream
-from .latency import as_measured, model_latency
 from .losses import HIDDEN, MOST_BLOCKS, interpolated
 from .report import Candidate, ShrinkReport
 from .request import Shrinking

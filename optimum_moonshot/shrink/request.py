@@ -19,8 +19,7 @@ from ..objective.patterns import Structured
 from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder
 from ..pipeline.selection import DenseTeacher, Subject, check_dense
-from .costs import dense_cost
-from .latency import check_timed, model_latency
+from .costs import check_timed, dense_cost, model_latency
 from .target import Target, check_batch_shape
 
 # λ where the configuration has none, with and without the removal of heads: for neurons alone the Fisher loss gains

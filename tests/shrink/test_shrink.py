@@ -17,7 +17,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, Prun
 from optimum_moonshot.commands.moonshot import MoonshotCommand
 from optimum_moonshot.model.depth import remove_blocks
 from optimum_moonshot.pipeline import calibration_loss
-from optimum_moonshot.shrink import hidden, latency, request, trials
+from optimum_moonshot.shrink import costs, hidden, request, trials
 from optimum_moonshot.shrink import parts as shrink_parts
 from optimum_moonshot.shrink import run as shrink
 from optimum_moonshot.shrink.report import ShrinkReport
@@ -33,8 +33,8 @@ def seconds_by_size(monkeypatch):
     def seconds(calls, block=None, *_):
         return 1e-6 * sum(each.numel() for each in (block or calls.model).parameters())
 
-    monkeypatch.setattr(latency._Calls, "of_block", seconds)
-    monkeypatch.setattr(latency._Calls, "seconds", seconds)
+    monkeypatch.setattr(costs._Calls, "of_block", seconds)
+    monkeypatch.setattr(costs._Calls, "seconds", seconds)
 
 
 def shrunk(name="llama", config=CONFIG, model=None, **target):
@@ -181,8 +181,8 @@ def slowed(narrow, monkeypatch, *arguments):
     """Narrow a model, after which every measured latency is that of the dense model."""
     narrowed = narrow(*arguments)
     for name in ("of_block", "seconds"):
-        faster = getattr(latency._Calls, name)
-        monkeypatch.setattr(latency._Calls, name, lambda *each, faster=faster: 4 * faster(*each))
+        faster = getattr(costs._Calls, name)
+        monkeypatch.setattr(costs._Calls, name, lambda *each, faster=faster: 4 * faster(*each))
     return narrowed
 
 
@@ -190,8 +190,8 @@ def test_latencies_of_another_batch_shape_do_not_serve_a_repeated_run(monkeypatc
     def seconds(calls, block=None, *_):
         return 1e-6 * sum(each.numel() for each in (block or calls.model).parameters()) * calls.ids.shape[1]
 
-    monkeypatch.setattr(latency._Calls, "of_block", seconds)
-    monkeypatch.setattr(latency._Calls, "seconds", seconds)
+    monkeypatch.setattr(costs._Calls, "of_block", seconds)
+    monkeypatch.setattr(costs._Calls, "seconds", seconds)
     for tokens in (8, 32):
         _, report = shrunk(latency=0.7, batch_shape=(1, tokens), resume_dir=tmp_path)
         assert report.dense == pytest.approx(8944e-6 * tokens) and report.seconds[1] <= report.budget

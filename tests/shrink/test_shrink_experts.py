@@ -176,7 +176,7 @@ def test_experts_that_cannot_leave_stay_with_the_reason(monkeypatch):
     config = dataclasses.replace(CONFIG, targets=["o_proj"])
     _, _, report = shrunk(config, parameters=0.8)
     assert "removes equally many experts" in report.refused["experts"]
-    monkeypatch.setattr("optimum_moonshot.shrink.latency.SECONDS", 0.0)
+    monkeypatch.setattr("optimum_moonshot.shrink.costs.SECONDS", 0.0)
     _, _, report = shrunk(latency=0.9, batch_shape=(1, 8))
     assert "as many experts as before" in report.refused["experts"]
 

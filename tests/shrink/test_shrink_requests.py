@@ -50,7 +50,7 @@ def test_targets_out_of_reach(not_measured, target, message):
 
 
 def test_a_latency_out_of_reach_is_refused_before_losses_are_measured(not_measured, monkeypatch):
-    monkeypatch.setattr("optimum_moonshot.shrink.latency.SECONDS", 0.0)
+    monkeypatch.setattr("optimum_moonshot.shrink.costs.SECONDS", 0.0)
     with pytest.raises(MoonshotError, match="latency=10000.0: the model is small enough; the dense model has .* ms"):
         MoonshotPruner(make("llama"), CONFIG).shrink(BATCHES, latency=1e4, progress=False)
 

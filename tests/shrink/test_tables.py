@@ -9,9 +9,7 @@ from models import make
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
-from optimum_moonshot.shrink import latency
-from optimum_moonshot.shrink.costs import shape_costs
-from optimum_moonshot.shrink.latency import latency_costs, model_latency
+from optimum_moonshot.shrink.costs import latency_costs, model_latency, shape_costs
 from optimum_moonshot.shrink.losses import block_sets, build_program, interpolated, width_losses
 from optimum_moonshot.shrink.target import Target
 from optimum_moonshot.shrink.widths import TRIALS, Width, find_widths, trial_levels, within
@@ -141,7 +139,7 @@ def test_the_cost_of_a_removed_block_does_not_count_its_neurons_twice():
 @pytest.mark.parametrize("batch_shape", [(1, 1), (2, 8)])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_latencies_are_positive_and_narrower_blocks_are_not_slower(monkeypatch, name, batch_shape):
-    monkeypatch.setattr(latency, "SECONDS", 0.0)
+    monkeypatch.setattr("optimum_moonshot.shrink.costs.SECONDS", 0.0)
     model, widths, _ = parts(name)
     kept = {}
 
