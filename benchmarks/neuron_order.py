@@ -23,7 +23,7 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotate import run as rotating
 from optimum_moonshot.rotate.basis import Basis
-from optimum_moonshot.rotate.group_spaces import find
+from optimum_moonshot.rotate.spaces import find_all_spaces
 
 WAYS = ("as they were", "in the order found")
 CALIBRATION = {"num_samples": 128, "sequence_length": 256}
@@ -44,7 +44,7 @@ def rotated(pattern: str, seed: int) -> tuple[torch.nn.Module, torch.nn.Module, 
     back = {space.name: change.argsort(-1) for space, change in captured["changes"].items() if space.permuted}
     before = copy.deepcopy(model)
     structure = find_structure(before)
-    spaces, _ = find(before, probe_inputs(before), True, [layer.name for layer in structure.layers()])
+    spaces, _ = find_all_spaces(before, probe_inputs(before), True, [layer.name for layer in structure.layers()])
     basis = Basis(before, structure.blocks, [space for space in spaces if space.name in back])
     basis.keep()
     basis.write({space: back[space.name] for space in basis.spaces})

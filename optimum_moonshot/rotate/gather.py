@@ -16,11 +16,18 @@ from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.walk import Stage
-from .group_spaces import find
-from .learning import OutputMoments
-from .objective import FisherAtZero, Group, Matrix, Objective, coordinates, inverse, set_totals
-from .permutation_search import competing
-from .spaces import Space
+from .objective import (
+    FisherAtZero,
+    Group,
+    Matrix,
+    Objective,
+    OutputMoments,
+    competing,
+    coordinates,
+    inverse,
+    set_totals,
+)
+from .spaces import Space, find_all_spaces
 
 # In messages: the phase of the run, and its cached tensors.
 WHERE, INVERSE = "the rotation", "inverse for the rotation"
@@ -36,7 +43,7 @@ def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Spa
     weighted = selection.rotates_by_gradients and not selection.solver.objective.diagonal_only
     compared = [name for name, of_layer in by_layer.items() if any(isinstance(one, Unstructured) for one in of_layer)]
     heads = selection.config.rotation == "heads"
-    return find(prepared.model, prepared.probe, heads, permuted, compared if weighted else [])
+    return find_all_spaces(prepared.model, prepared.probe, heads, permuted, compared if weighted else [])
 
 
 def release_inverses(prepared: Prepared, objective: Objective) -> int:

@@ -23,10 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic
-from ..calibration.storage import Storage
-from ..distributed.sharing import Merger
-from ..model.layers import PrunableLayer
 from .objective import Objective
 from .spaces import Space
 
@@ -226,45 +222,6 @@ def _orthogonal(parameters: Tensor, family: list[Space]) -> Tensor:
     reflection = torch.eye(width, dtype=skew.dtype, device=skew.device)
     reflection = reflection - 2 * torch.outer(mirror, mirror) / mirror.square().sum()
     return reflection @ (outer + corner) @ reflection
-
-
-class OutputMoments(GradientStatistic):
-    """Second moments of the gradients at a layer's outputs in the spaces that may be scaled, summed over all tokens.
-
-    Matrices [count, width, width] for spaces that are rotated, diagonals [count, width] for others.
-    """
-
-    spaces: Sequence[Space] = ()
-
-    @classmethod
-    def of(cls, spaces: Sequence[Space]) -> type["OutputMoments"]:
-        """The statistic for the spaces of a model that may be scaled."""
-        return type("OutputMoments", (cls,), {"spaces": [space for space in spaces if space.scaled]})
-
-    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
-        super().__init__(layer, samples, storage)
-        self.outputs = [  # the spaces whose coordinates are rows of the layer, and these rows, int64 [count, width]
-            (space, place.index[:, 0])
-            for space in self.spaces
-            for place in space.places
-            if place.writes and place.index is not None and place.at.parameter is layer.parameter
-        ]
-        self.totals: dict[str, Tensor] = {}
-
-    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
-        for space, rows in self.outputs:
-            outputs = delta.flatten(0, -2)[:, rows.to(delta.device)]
-            rotated = space.follows is not None and not space.follows.permuted
-            moment = torch.einsum("tci,tcj->cij", outputs, outputs) if rotated else outputs.square().sum(0)
-            self.totals[space.name] = self.totals.get(space.name, 0) + moment.double().cpu()
-
-    def merge(self, merger: Merger) -> None:
-        processes = merger.values(self.totals)
-        names = dict.fromkeys(name for totals in processes for name in totals)
-        self.totals = {name: torch.stack([t[name] for t in processes if name in t]).sum(0) for name in names}
-
-    def result(self) -> dict[str, Tensor]:
-        return self.totals
 
 
 def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]) -> None:

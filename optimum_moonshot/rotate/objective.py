@@ -233,6 +233,11 @@ def widest(patterns: Sequence[Pattern]) -> int:
     return math.lcm(*(pattern.m for pattern in patterns if isinstance(pattern, NM)))
 
 
+def competing(patterns: Sequence[Pattern]) -> list[NM]:
+    """The n:m patterns of a matrix, whose loss depends on the permutation of its columns."""
+    return [pattern for pattern in patterns if isinstance(pattern, NM) and 0 < pattern.n < pattern.m]
+
+
 class FisherAtZero(GradientStatistic):
     """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer, the Fisher estimate of the increase in loss without it.
 
@@ -259,6 +264,45 @@ class FisherAtZero(GradientStatistic):
 
     def result(self) -> float:
         return self.total
+
+
+class OutputMoments(GradientStatistic):
+    """Second moments of the gradients at a layer's outputs in the spaces that may be scaled, summed over all tokens.
+
+    Matrices [count, width, width] for spaces that are rotated, diagonals [count, width] for others.
+    """
+
+    spaces: Sequence[Space] = ()
+
+    @classmethod
+    def of(cls, spaces: Sequence[Space]) -> type["OutputMoments"]:
+        """The statistic for the spaces of a model that may be scaled."""
+        return type("OutputMoments", (cls,), {"spaces": [space for space in spaces if space.scaled]})
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
+        super().__init__(layer, samples, storage)
+        self.outputs = [  # the spaces whose coordinates are rows of the layer, and these rows, int64 [count, width]
+            (space, place.index[:, 0])
+            for space in self.spaces
+            for place in space.places
+            if place.writes and place.index is not None and place.at.parameter is layer.parameter
+        ]
+        self.totals: dict[str, Tensor] = {}
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        for space, rows in self.outputs:
+            outputs = delta.flatten(0, -2)[:, rows.to(delta.device)]
+            rotated = space.follows is not None and not space.follows.permuted
+            moment = torch.einsum("tci,tcj->cij", outputs, outputs) if rotated else outputs.square().sum(0)
+            self.totals[space.name] = self.totals.get(space.name, 0) + moment.double().cpu()
+
+    def merge(self, merger: Merger) -> None:
+        processes = merger.values(self.totals)
+        names = dict.fromkeys(name for totals in processes for name in totals)
+        self.totals = {name: torch.stack([t[name] for t in processes if name in t]).sum(0) for name in names}
+
+    def result(self) -> dict[str, Tensor]:
+        return self.totals
 
 
 def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:

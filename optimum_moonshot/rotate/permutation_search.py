@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..objective.patterns import NM, Pattern
 from .learning import Learned, rotations
-from .objective import Group, Matrix, Objective, removed, rotated_diagonal, scores
+from .objective import Group, Matrix, Objective, competing, removed, rotated_diagonal, scores
 from .spaces import Space
 
 # The search stops after the first round with a smaller relative gain, or after this many rounds.
@@ -82,11 +82,6 @@ def _readers(
                 space = by_parameter.get(id(matrix.layer.parameter))
                 if space is not None and group.reads is None and competing(matrix.patterns):
                     yield space, group, matrix, weight, block.onloaded() if block else nullcontext()
-
-
-def competing(patterns: Sequence[Pattern]) -> list[NM]:
-    """The n:m patterns of a matrix, whose loss depends on the permutation of its columns."""
-    return [pattern for pattern in patterns if isinstance(pattern, NM) and 0 < pattern.n < pattern.m]
 
 
 def search_products(shape: tuple[int, int], patterns: Sequence[Pattern]) -> float:

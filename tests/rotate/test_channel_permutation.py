@@ -17,8 +17,8 @@ from optimum_moonshot.rotate import permutation_search
 from optimum_moonshot.rotate import run as rotating
 from optimum_moonshot.rotate.basis import check_same, outputs
 from optimum_moonshot.rotate.learning import Learned, learn, rotations
-from optimum_moonshot.rotate.objective import removed
-from optimum_moonshot.rotate.permutation_search import GAIN, best_permutation, competing, permute_channels
+from optimum_moonshot.rotate.objective import competing, removed
+from optimum_moonshot.rotate.permutation_search import GAIN, best_permutation, permute_channels
 from optimum_moonshot.rotate.report import RotationReport
 from optimum_moonshot.rotate.spaces import Place, Space
 from optimum_moonshot.rotate.trace import Axis

@@ -17,7 +17,7 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.model.structured_groups import find_structured_groups, probe_inputs
 from optimum_moonshot.model.weights import is_offloaded
-from optimum_moonshot.rotate.group_spaces import find
+from optimum_moonshot.rotate.spaces import find_all_spaces
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 OPTIONS = {"pattern": "2:4", "num_samples": 4, "sequence_length": 12, "batch_size": 2, "lam": 0.5}
@@ -69,7 +69,7 @@ def test_offloading_gives_the_same_spaces_and_structured_groups(name, tmp_path, 
     for place in (None, "disk"):
         model = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**OPTIONS), offload=place).model
         batch = probe_inputs(model)
-        spaces, refused = find(model, batch, False)
+        spaces, refused = find_all_spaces(model, batch, False)
         units, why = find_structured_groups(model, batch)
         places = [
             (space.name, space.width, [(at.at.name, at.at.axis, str(at.index)) for at in space.places])

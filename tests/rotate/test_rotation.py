@@ -11,9 +11,8 @@ from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotate.basis import Basis, check_invariance, check_same, outputs
-from optimum_moonshot.rotate.group_spaces import find
 from optimum_moonshot.rotate.norms import find_norm
-from optimum_moonshot.rotate.spaces import RESIDUAL
+from optimum_moonshot.rotate.spaces import RESIDUAL, find_all_spaces
 
 LATENT = dict(
     moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
@@ -124,7 +123,7 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     tied = getattr(model.config, "tie_word_embeddings", None)
     names = [layer.name for layer in find_structure(model).layers()]
-    spaces, refused = find(model, batch, heads_only=False, ordered=names, scaled=names)
+    spaces, refused = find_all_spaces(model, batch, heads_only=False, ordered=names, scaled=names)
     assert [RESIDUAL in refused, RESIDUAL in {space.name for space in spaces}] == [why is not None, why is None]
     assert why is None or why in refused[RESIDUAL]
     assert sum(space.name.endswith(" heads") for space in spaces) == heads
@@ -150,7 +149,7 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
 def test_tied_embeddings_are_untied_and_load_in_plain_transformers(tmp_path):
     model = build("llama-tied-biased").float()
     batch = probe_inputs(model)
-    spaces, _ = find(model, batch, heads_only=False)
+    spaces, _ = find_all_spaces(model, batch, heads_only=False)
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
@@ -168,7 +167,7 @@ def test_tied_embeddings_are_untied_and_load_in_plain_transformers(tmp_path):
 def test_a_head_that_needs_no_gain_stays_tied():
     model = build("llama-tied-biased")
     model.model.norm.weight.data.fill_(1)
-    spaces, _ = find(model, probe_inputs(model), heads_only=False)
+    spaces, _ = find_all_spaces(model, probe_inputs(model), heads_only=False)
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
     assert basis.untied_bytes == 0 and model.config.tie_word_embeddings
@@ -176,7 +175,7 @@ def test_a_head_that_needs_no_gain_stays_tied():
 
 def test_rotating_heads_alone_keeps_the_embeddings():
     model = build("llama-tied-biased")
-    spaces, refused = find(model, probe_inputs(model), heads_only=True)
+    spaces, refused = find_all_spaces(model, probe_inputs(model), heads_only=True)
     assert {space.name.rpartition(" ")[2] for space in spaces} == {"heads"} and not refused
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
@@ -200,7 +199,7 @@ def test_neurons_with_gains_keep_their_order():
     model = build("llama")
     model.model.layers[1].mlp.act_fn = Gained(24)
     names = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
-    spaces, _ = find(model, probe_inputs(model), heads_only=True, ordered=names)
+    spaces, _ = find_all_spaces(model, probe_inputs(model), heads_only=True, ordered=names)
     assert [space.name for space in spaces if space.permuted] == ["model.layers.0.mlp.down_proj neurons"]
 
 
@@ -209,7 +208,7 @@ def test_permutations_are_exact_in_every_dtype(name):
     model = build(name).bfloat16()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     names = [layer.name for layer in find_structure(model).layers()]
-    spaces, _ = find(model, probe_inputs(model), heads_only=True, ordered=names)
+    spaces, _ = find_all_spaces(model, probe_inputs(model), heads_only=True, ordered=names)
     spaces = [space for space in spaces if space.permuted]
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
@@ -231,7 +230,7 @@ def test_models_without_rotatable_spaces_are_refused_with_reasons():
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape)
     with pytest.raises(MoonshotError, match="nothing in AlbertForMaskedLM can be rotated .residual stream: .*scales"):
-        find(model, probe_inputs(model), heads_only=False)
+        find_all_spaces(model, probe_inputs(model), heads_only=False)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_models_without_rotatable_spaces_are_refused_with_reasons():
 def test_a_step_that_changes_the_function_is_named(missed, step):
     model = build("llama").float()
     batch = probe_inputs(model)
-    spaces, _ = find(model, batch, heads_only=False)
+    spaces, _ = find_all_spaces(model, batch, heads_only=False)
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
@@ -254,10 +253,10 @@ def test_a_step_that_changes_the_function_is_named(missed, step):
 def test_16_bit_weights_are_rounded_once():
     model = build("llama").bfloat16()
     batch = probe_inputs(model)
-    spaces, _ = find(model, batch, heads_only=False)
+    spaces, _ = find_all_spaces(model, batch, heads_only=False)
     exact = build("llama").bfloat16().double()
     basis = Basis(model, find_structure(model).blocks, spaces)
-    twin_spaces, _ = find(exact, batch, heads_only=False)
+    twin_spaces, _ = find_all_spaces(exact, batch, heads_only=False)
     twin = Basis(exact, find_structure(exact).blocks, twin_spaces)
     rotations = random_rotations(spaces)
     basis.keep()
@@ -311,7 +310,7 @@ def test_probing_does_not_change_the_model():
     chosen = model.config._experts_implementation
     with frozen(model):
         pass
-    find(model, probe_inputs(model), heads_only=False)
+    find_all_spaces(model, probe_inputs(model), heads_only=False)
     assert [parameter.requires_grad for parameter in model.parameters()] == wanted
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert model.model.layers[0].training and not model.model.layers[1].training

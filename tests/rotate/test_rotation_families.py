@@ -13,8 +13,7 @@ from torch import nn
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.rotate.basis import check_same, outputs
-from optimum_moonshot.rotate.group_spaces import find
-from optimum_moonshot.rotate.spaces import RESIDUAL
+from optimum_moonshot.rotate.spaces import RESIDUAL, find_all_spaces
 from optimum_moonshot.rotate.trace import _is_sum
 
 SETTINGS = dict(sparsity=0.5, num_samples=4, batch_size=2, rotation="learned", rotation_steps=1)
@@ -52,7 +51,7 @@ def flags(model):
 def described(model, batch):
     """The spaces of a model, or the reasons why it has none."""
     try:
-        spaces, refused = find(model, batch, heads_only=False)
+        spaces, refused = find_all_spaces(model, batch, heads_only=False)
     except MoonshotError as error:
         return str(error)
     return {space.name: (space.count, space.width, len(space.places)) for space in spaces}, refused
@@ -107,7 +106,7 @@ def test_a_sum_is_told_from_a_coincidence_in_16_bits():
 def test_convolutions_in_16_bits_are_in_no_space():
     model, (batch, _) = made("MobileViTV2ForImageClassification")
     with pytest.raises(MoonshotError, match="nothing in MobileViTV2ForImageClassification can be rotated"):
-        find(model.bfloat16(), {"pixel_values": batch["pixel_values"]}, heads_only=False)
+        find_all_spaces(model.bfloat16(), {"pixel_values": batch["pixel_values"]}, heads_only=False)
 
 
 def test_a_model_with_its_own_backward_pass_is_refused_and_stays_the_same():
@@ -161,7 +160,8 @@ class Stack(nn.Module):
 def test_a_space_that_a_layer_without_gradients_may_read_keeps_its_basis():
     torch.manual_seed(0)
     names = [f"layers.{index}.down" for index in range(2)]
-    spaces, refused = find(Stack(), {"input_ids": torch.arange(8).view(2, 4)}, heads_only=False, ordered=names)
+    inputs = {"input_ids": torch.arange(8).view(2, 4)}
+    spaces, refused = find_all_spaces(Stack(), inputs, heads_only=False, ordered=names)
     assert refused[RESIDUAL] == "gradients do not reach layers.0.second, which may belong to it"
     assert [space.name for space in spaces] == [f"{name} neurons" for name in names]
 

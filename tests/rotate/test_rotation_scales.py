@@ -10,7 +10,8 @@ from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotate import run as rotating
 from optimum_moonshot.rotate.basis import check_same, outputs
-from optimum_moonshot.rotate.learning import LARGEST, Learned, OutputMoments, factors, rotations, scale
+from optimum_moonshot.rotate.learning import LARGEST, Learned, factors, rotations, scale
+from optimum_moonshot.rotate.objective import OutputMoments
 from optimum_moonshot.rotate.report import RotationReport
 from optimum_moonshot.rotate.spaces import Place, Space
 from optimum_moonshot.rotate.trace import Axis
