@@ -27,8 +27,16 @@ from torch import Tensor, nn
 
 from ..errors import NO_BACKWARD, MoonshotError, reason
 from .batches import Batch, digest
-from .chat import CONVERSATIONS, as_messages
-from .sources import CALIBRATION_SPLITS, CORPORA, TEXT_COLUMNS, choose_split, describe, is_hub_name
+from .sources import (
+    CALIBRATION_SPLITS,
+    CONVERSATIONS,
+    CORPORA,
+    TEXT_COLUMNS,
+    as_messages,
+    choose_split,
+    describe,
+    is_hub_name,
+)
 from .text import CalibrationData, too_few, window_length
 
 IMAGE_COLUMNS = ("image", "img")

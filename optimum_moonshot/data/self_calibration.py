@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MoonshotError, check_number, check_path, check_whole, require, truncated_repr
-from .chat import as_messages, has_template, render
-from .sources import file_rows, short_name
+from .sources import as_messages, file_rows, has_template, render, short_name
 from .text import tokenize, tokenize_chat
 
 SELF = "self"

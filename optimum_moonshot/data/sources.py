@@ -5,6 +5,8 @@
 * running text (a .txt file, "wikitext2", "ptb"): one stream of tokens;
 * documents ("c4", JSON, CSV, Parquet, strings, a data set, also on the Hub, with a column of text or conversations);
 * model inputs (dictionaries of tensors, a data set with tokens).
+
+The chat template of a tokenizer makes text of conversations.
 """
 
 import glob
@@ -21,10 +23,10 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from torch import Tensor
 
-from ..errors import MoonshotError, reason, require
+from ..errors import MoonshotError, reason, require, truncated_repr
 from .batches import SAMPLE_DIMS, Batch, as_batch, unpack
-from .chat import CONVERSATIONS, Messages, chat_columns, conversation
 
+Messages = list[dict[str, Any]]  # each with role and content
 Document = str | Messages
 Load = Callable[[], Iterable[dict[str, Any]]]  # of the rows
 
@@ -37,6 +39,10 @@ _LABELS = "ids?|uuid|guid|key|hash|url|uri|source|path|file|date|timestamp|lang|
 NO_TEXT = re.compile(rf"(.*[^a-z])?({_LABELS})", re.IGNORECASE)
 # In order of preference; a data set with only one split may use another name.
 CALIBRATION_SPLITS, TEXT_SPLITS = ("train",), ("test", "validation", "val", "train")
+# The columns of a conversation, in order of preference: one column, or a prompt and its answer.
+CONVERSATIONS = ("messages", "conversations", "conversation")
+LAYOUTS = (*((name,) for name in CONVERSATIONS), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",))
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -318,3 +324,72 @@ def _document_columns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
         hint = f"rename the column with text to {TEXT_COLUMNS[0]}, or with conversations to {CONVERSATIONS[0]}"
         raise MoonshotError(f"the data has the columns {', '.join(row)}", hint=hint)
     return (strings[0],), False
+
+
+def chat_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns of a row that contain a conversation; empty without one."""
+    for names in LAYOUTS:
+        values = [row[name] for name in names if name in row]
+        strings = len(names) > 1  # a single string is text
+        if len(values) == len(names) and all(_may_be_messages(value, strings) for value in values):
+            return names
+    return ()
+
+
+def conversation(row: Mapping[str, Any], columns: tuple[str, ...]) -> Messages:
+    """The messages in the columns of a row; an empty list if it has none."""
+    messages: Messages = []
+    for column in columns:
+        value = row[column]
+        if isinstance(value, str):
+            value = [{"role": "user" if column == "prompt" else "assistant", "content": value}]
+        more = as_messages(value or [], f'column "{column}"')
+        # Preference data often repeat the prompt at the beginning of the answer.
+        messages = more if more[: len(messages)] == messages else messages + more
+    return messages
+
+
+def as_messages(value: Any, what: str) -> Messages:
+    """Messages of role and content, without empty fields; also from messages with the fields from and value.
+
+    Raises:
+        MoonshotError: the value, which `what` names, is not a list of messages.
+    """
+    messages = []
+    for message in value if isinstance(value, list | tuple) else [value]:
+        fields = {} if not isinstance(message, Mapping) else {k: v for k, v in message.items() if v is not None}
+        if "from" in fields and "value" in fields:
+            role, content = fields["from"], fields["value"]
+            fields = {"role": ROLES.get(role, role), "content": content}
+        if "role" not in fields or not ("content" in fields or "content" in message):
+            hint = "give lists of messages with role and content, or with from and value"
+            raise MoonshotError(f"{what} contains {truncated_repr(message)}, which is not a message", hint=hint)
+        messages.append({"content": "", **fields})  # a tool call has no content
+    return messages
+
+
+def has_template(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def render(tokenizer: Any, messages: Messages, what: str, field: str | None = None, **options: Any) -> str:
+    """The text of a conversation by the tokenizer's chat template, which usually begins with BOS.
+
+    Raises:
+        MoonshotError: the tokenizer has no template, or the conversation, which `what` names, does not fit it.
+    """
+    if not has_template(tokenizer):
+        hint = "set tokenizer.chat_template, or give text"
+        message = f"{what} is a conversation, which needs a chat template: the tokenizer has none"
+        raise MoonshotError(message, field=field, hint=hint)
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # a template may raise anything
+        message = f"{what} does not fit the chat template ({reason(error)})"
+        raise MoonshotError(message, field=field) from error
+
+
+def _may_be_messages(value: Any, strings: bool) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(message, Mapping) for message in value)
+    return value is None or (strings and isinstance(value, str))

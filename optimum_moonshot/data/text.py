@@ -24,7 +24,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import MoonshotError, check_whole, require
 from .batches import Batch, digest, sample_count, spread_samples, take
 from .batches import batch_size as samples_of
-from .chat import render
 from .sources import (
     CALIBRATION_SPLITS,
     CORPORA,
@@ -36,6 +35,7 @@ from .sources import (
     describe,
     open_source,
     read_texts,
+    render,
     short_name,
 )
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.packed_files import pruned_layers
-from ..data.chat import render
-from ..data.sources import ModelInputs, describe, open_source, short_name
+from ..data.sources import ModelInputs, describe, open_source, render, short_name
 from ..data.text import NO_TOKENIZER, all_texts
 from ..errors import MoonshotError, check_whole, require
 from ..model.calls import check_usable, close, evaluation_mode, model_device, model_result, to_device

@@ -5,7 +5,7 @@ from calibration_data import LONG, byte_tokenizer, same, strings, write
 from datasets import Dataset, IterableDataset, IterableDatasetDict
 
 from optimum_moonshot.data import sources
-from optimum_moonshot.data.chat import as_messages
+from optimum_moonshot.data.sources import as_messages
 from optimum_moonshot.data.text import evaluation_text, load_calibration
 from optimum_moonshot.errors import MoonshotError
 
