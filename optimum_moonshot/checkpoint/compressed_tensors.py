@@ -23,8 +23,7 @@ from ..objective.linalg import CPU_BYTES, slices_within
 from ..packing import Quantized
 from .folder import Checkpoint
 from .packed_files import pruned_layers, rewrite
-from .weight_files import EXPORT, Layers, Tensors, read_header
-from .weight_names import merged_weights, parameter_names
+from .weight_files import EXPORT, Layers, Tensors, merged_weights, parameter_names, read_header
 
 _BITS = (8, 4)
 # vLLM's kernels for GPUs support groups of 128, 64 and 32 inputs; larger groups are written as several equal ones.

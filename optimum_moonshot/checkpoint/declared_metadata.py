@@ -23,7 +23,7 @@ from .base_card import read_entry
 from .folder import Checkpoint
 from .packed_files import pruned_layers, shared_names
 from .pretrained import checkpoint_meta_model
-from .weight_names import Conversion, conversions, loaded_into
+from .weight_files import Conversion, conversions, loaded_into
 
 CONFIG, CARD = "config.json", "README.md"
 

@@ -19,8 +19,7 @@ from .folder import Checkpoint, check_complete
 from .hub import HUB_OPTIONS
 from .in_memory import to_runtime
 from .pretrained import model_class, read_model_config
-from .weight_files import EXPORT, RUNTIMES, MoonshotPrunedCheckpoint
-from .weight_names import loaded_into
+from .weight_files import EXPORT, RUNTIMES, MoonshotPrunedCheckpoint, loaded_into
 
 # These would load unverified files, or return something other than a model.
 _REFUSED = (

@@ -34,8 +34,7 @@ from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport
 from .folder import Checkpoint
 from .hub import HUB_OPTIONS, download_others
-from .weight_files import StoredTensors, new_names, read_header, read_tensors, write_json
-from .weight_names import target_names
+from .weight_files import StoredTensors, new_names, read_header, read_tensors, target_names, write_json
 
 # The report of a run; without pruned layers, of a rotation or of a smaller vocabulary.
 SavedReport = PruneReport | RotationReport | ShrinkReport

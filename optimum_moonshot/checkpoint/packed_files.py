@@ -39,17 +39,19 @@ from .weight_files import (
     Description,
     Layers,
     StoredTensors,
+    Target,
     Tensors,
     config_entry,
     described_layers,
     dtype_name,
+    merged_weights,
     new_names,
+    parameter_names,
     read_header,
     read_tensors,
     sort_metadata,
     write_json,
 )
-from .weight_names import Target, merged_weights, parameter_names
 
 FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"

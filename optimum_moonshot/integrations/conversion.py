@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key
 
-from ..checkpoint.weight_files import Layers, StoredTensors, Tensors
-from ..checkpoint.weight_names import Target, conversions_of, merged_weights, renamed, target_names
+from ..checkpoint.weight_files import (
+    Layers,
+    StoredTensors,
+    Target,
+    Tensors,
+    conversions_of,
+    merged_weights,
+    renamed,
+    target_names,
+)
 from ..errors import error_context, require
 from ..objective.patterns import NM, Unstructured
 from ..packing import Codec, PackedLayer, weight_of

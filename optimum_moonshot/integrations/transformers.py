@@ -17,8 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.folder import Checkpoint, check_complete, checksums_wanted
-from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, MoonshotPrunedCheckpoint, StoredTensors
-from ..checkpoint.weight_names import followed_names
+from ..checkpoint.weight_files import EXPLICIT, PACKED_INDEX, MoonshotPrunedCheckpoint, StoredTensors, followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import error_context, require

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
 from transformers.core_model_loading import Interleave, Transpose, WeightConverter
 
-from optimum_moonshot.checkpoint.weight_names import Target
+from optimum_moonshot.checkpoint.weight_files import Target
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 8
 
