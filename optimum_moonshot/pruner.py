@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from .checkpoint.in_memory import to_runtime
+from .checkpoint.loading import load_dense, load_meta
 from .checkpoint.origin import SideFiles, find_origin, source_of
-from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.saving import Saving
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require

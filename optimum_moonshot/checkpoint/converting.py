@@ -15,9 +15,9 @@ from .compressed_tensors import export_files
 from .declared_metadata import read_declared_metadata
 from .folder import Checkpoint
 from .hub import HUB_OPTIONS
+from .loading import checkpoint_meta_model
 from .origin import copy_side_files
 from .packed_files import FORMATS, pack_files, unpack_files
-from .pretrained import checkpoint_meta_model
 from .weight_files import EXPORT
 
 CONVERTER = "convert_hf_to_gguf.py"

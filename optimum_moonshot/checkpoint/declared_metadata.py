@@ -21,8 +21,8 @@ from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord
 from .base_card import read_entry
 from .folder import Checkpoint
+from .loading import checkpoint_meta_model
 from .packed_files import pruned_layers, shared_names
-from .pretrained import checkpoint_meta_model
 from .weight_files import Conversion, conversions, loaded_into
 
 CONFIG, CARD = "config.json", "README.md"

@@ -256,8 +256,7 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     from transformers import AutoModelForCausalLM
 
     from ..checkpoint.hub import find_checkpoint
-    from ..checkpoint.loading import load_pruned
-    from ..checkpoint.pretrained import load_config, model_class
+    from ..checkpoint.loading import load_config, load_pruned, model_class
     from ..model.losses import has_head
     from ..model.model_info import load_processor, load_tokenizer
     from ..reports.record import PruningRecord
