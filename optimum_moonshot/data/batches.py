@@ -5,7 +5,7 @@ A batch of one sample may contain tensors of another length, such as the patches
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ def _first_predicted(batch: Batch) -> int:
     return 1 + int(predicted.int().argmax(1).max()) if bool(predicted.any(1).all()) else tokens
 
 
-def split_batches(batches: list[Batch], size: int) -> list[Batch]:
+def split_batches(batches: Iterable[Batch], size: int) -> list[Batch]:
     """The same samples in batches of at most `size`, in the same order."""
     return [take(batch, start, start + size) for batch in batches for start in range(0, batch_size(batch), size)]
 

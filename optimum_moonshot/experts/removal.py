@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..model.calls import first_tensor, recorded, run_model, without_caches
+from ..model.compaction import Compaction
 from ..model.layers import by_module, onloaded_in_turn, onloading_in, visited
 from ..model.mixtures import Mixtures
 from ..model.model_info import Edit, edited, last_line, on_meta_device, whole_numbers
@@ -93,10 +94,12 @@ class ExpertRemoval:
         plan._test_run(probe)
         return plan
 
-    @property
-    def changes(self) -> dict[str, tuple[int | None, int]]:
-        """Changed field of the configuration → its value before and after."""
-        return {name: (self.mixtures.count, value) for name, value in self.edit.items()}
+    def compaction(self, removed: dict[str, int], parameters: tuple[int, int]) -> dict[str, Any]:
+        """The report's compaction, with the number of removed experts by mixture, and parameters before and after."""
+        changes: dict[str, tuple[int | None, int]] = {
+            name: (self.mixtures.count, value) for name, value in self.edit.items()
+        }
+        return Compaction(changes, removed, {}, parameters).to_dict()
 
     @contextmanager
     def configured(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from torch import nn
 from ..config import MoonshotConfig
 from ..errors import require
 from ..model.calls import frozen
-from ..model.compaction import Compaction
 from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
 from ..pipeline.inputs import prepare, sample_folder
@@ -71,7 +70,7 @@ def prune_experts(
     seconds = {"calibration": total - experts.solving - recovering, "solver": experts.solving, "total": total}
     seconds |= {"recovery": recovering} if recovery is not None else {}
     removed = {mixture.name: len(experts.removed(mixture)) for mixture in removal.mixtures}
-    compaction = Compaction(removal.changes, removed, {}, (parameters, _count(subject.model))).to_dict()
+    compaction = removal.compaction(removed, (parameters, _count(subject.model)))
     layers = [store.reports[mixture.name] for mixture in removal.mixtures]
     fields = {"skipped": {}, "compaction": compaction, "parameters": parameters, "recovery": variant.recovered}
     notes = dict.fromkeys([*variant.notes, *experts.notes, *experts.pipeline.notes])

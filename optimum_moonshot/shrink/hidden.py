@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batches import split_batches
 from ..errors import MoonshotError
 from ..pipeline.inputs import Prepared
 from ..reports.prune_report import PruneReport
@@ -54,8 +53,7 @@ class HiddenSizes:
         if self.prepared is not None:
             self.stream.moments.clear()
             self.stream.fisher.clear()
-            batches = split_batches(self.prepared.batches, TOGETHER)
-            collect_moments(self.stream, batches, self.prepared.subject.loss)
+            collect_moments(self.stream, self.prepared.batches, self.prepared.subject.loss, TOGETHER)
             self.prepared = None
 
     def refuse(self, size: int, reason: str) -> None:
@@ -117,7 +115,7 @@ def hidden_sizes(run: Shrinking, prepared: Prepared, trials: Trials, stream: Str
     that reaches a number of parameters or bytes alone. The statistics are added to the `stream`.
     """
     target, multiple = run.target, run.hidden_multiple
-    collect_moments(stream, split_batches(trials.fitting.batches, TOGETHER), prepared.subject.loss)
+    collect_moments(stream, trials.fitting.batches, prepared.subject.loss, TOGETHER)
     hidden_size = stream.space.width
     points, relative, refused = {0: 0.0}, {0: 1.0}, dict[str, str]()  # by the number of removed directions
     sizes = _sizes(stream, MEASURED[-1], multiple)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from ..errors import MoonshotError
 from ..model.calls import Forward, called_by
 from ..pipeline.run_context import run_context
 from ..pipeline.selection import Subject
-from ..prune.run import Discard
 from ..reports.prune_report import PruneReport
 from .decision import Tables, decide, without_set
 from .hidden import Narrowed, narrow
@@ -23,7 +22,8 @@ from .parts import apply_decision, attach_decision, without_blocks
 from .report import ShrinkReport, VocabularyReport
 from .request import Shrinking, check_request, model_cost
 from .target import Target
-from .vocabulary import check_calibration, reduce_vocabulary
+from .tokens import check_calibration
+from .vocabulary import reduce_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shrunk:
     model: PreTrainedModel
     tokenizer: Any
     report: PruneReport | ShrinkReport  # the latter if nothing but the vocabulary is smaller
-    discard: Discard = lambda: None
+    discard: Callable[[], None] = lambda: None  # deletes the files of the run, once the model is saved
     replaced_files: frozenset[str] = frozenset()  # of the vocabulary, beside the weights of the original model
 
 

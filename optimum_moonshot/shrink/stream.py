@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibration.statistic import NOT_FINITE
-from ..data.batches import Batch
+from ..data.batches import Batch, split_batches
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import find_blocks, require_resident
@@ -186,17 +186,21 @@ def find_stream(model: PreTrainedModel, inputs: Batch | None = None, lam: float 
     return Stream(model, space, _tied(model, space), inputs, lam)
 
 
-def collect_moments(stream: Stream, samples: Iterable[Batch], loss: Loss | None = None) -> None:
+def collect_moments(
+    stream: Stream, samples: Iterable[Batch], loss: Loss | None = None, together: int | None = None
+) -> None:
     """Add the statistics of all samples to a stream.
 
     Args:
         stream: changed.
         samples: batches of calibration data; padding does not count.
         loss: function (output, batch) → [B] losses, in place of the cross-entropy.
+        together: the most samples of a pass; None passes whole batches.
 
     Raises:
         MoonshotError: there is no data.
     """
+    samples = samples if together is None else split_batches(samples, together)
     model, fisher = stream.model, stream.lam < 1
     mask: Tensor | None = None
 

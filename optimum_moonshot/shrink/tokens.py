@@ -6,18 +6,23 @@
   costs 10 more than the lowest score of the vocabulary, so a token with the lowest score is kept too.
 * WordPiece chooses the longest token that matches, which stays the longest.
 
-All single characters and bytes stay, so any text can still be spelled, with more tokens.
+All single characters and bytes stay, so any text can still be spelled, with more tokens. A corpus determines the
+tokens; the part of it that is held out shows the cost of other text.
 """
 
 import json
+import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..data.sources import ModelInputs, describe, open_source, render, short_name
+from ..data.text import all_texts
 from ..errors import MoonshotError, reason, require
 
 KINDS = ("BPE", "Unigram", "WordPiece")
@@ -29,6 +34,11 @@ OTHER_FILES = (
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 # Products on GPUs are fastest with sizes that 64 divides, and tensor parallelism divides the vocabulary further.
 MULTIPLE = 64
+# Text is tokenized in pieces of this many characters, or of a 20th of a short text, which end with a line.
+PIECE, PIECES = 10_000, 20
+HELD_OUT = 10  # one piece of 10 is not counted, and shows the cost of other text
+# A conversation shows the words that a chat template writes; others are in the template itself, between quotes.
+CONVERSATION = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 
 
 @dataclass(frozen=True)
@@ -245,3 +255,84 @@ def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     if padding is not None:
         backend.enable_padding(**padding)
     return ids
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token ids of a text in pieces, some of which are held out."""
+
+    name: str
+    pieces: list[str]
+    ids: list[list[int]]
+
+    @classmethod
+    def read(cls, source: Any, tokenizer: Any) -> "Corpus":
+        """Tokenize a source of text.
+
+        Raises:
+            MoonshotError: it is not text, or too short.
+        """
+        texts = list(all_texts(source, tokenizer))
+        length = min(PIECE, 1 + sum(map(len, texts)) // PIECES)
+        pieces = [piece for text in texts for piece in _pieces(text, length) if piece.strip()]
+        require(len(pieces) > 1, f"{describe(source)} has {len(pieces)} lines of text", hint="give more text")
+        return cls(short_name(describe(source)), pieces, [token_ids(tokenizer, [piece])[0] for piece in pieces])
+
+    @property
+    def held_out(self) -> list[int]:
+        """The indices of the pieces that are not counted."""
+        return list(range(HELD_OUT - 1, len(self.pieces), HELD_OUT)) or [len(self.pieces) - 1]
+
+    def counts(self, everything: bool) -> Counter[int]:
+        """How often the text uses each token, in `everything` or only in the pieces that are not held out."""
+        without = set() if everything else set(self.held_out)
+        return Counter(chain.from_iterable(ids for index, ids in enumerate(self.ids) if index not in without))
+
+    def held_out_lengths(self, tokenizer: Any, numbers: dict[int, int]) -> tuple[int, int, int]:
+        """The characters of the text that is held out, and its tokens before and after.
+
+        Raises:
+            MoonshotError: a smaller tokenizer divides a text of its own tokens in another way.
+        """
+        characters = before = after = 0
+        for index in self.held_out:
+            piece, ids = self.pieces[index], self.ids[index]
+            (smaller,) = token_ids(tokenizer, [piece])
+            equal = not numbers.keys() >= set(ids) or [numbers[token] for token in ids] == smaller
+            message = f"{type(tokenizer).__name__} divides a text of its tokens in another way: nothing changed"
+            require(equal, message, field="tokenizer")
+            characters, before, after = characters + len(piece), before + len(ids), after + len(smaller)
+        return characters, before, after
+
+
+def _pieces(text: str, length: int) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + length) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def check_calibration(calibration: Any) -> None:
+    """Check that calibration data can be tokenized again, by a smaller tokenizer.
+
+    Raises:
+        MoonshotError: they are model inputs, or cannot be read.
+    """
+    text = not isinstance(open_source(calibration), ModelInputs)
+    message = "token ids are those of all tokens; give text"
+    require(text, message, field="calibration", value=describe(calibration))
+
+
+def template_ids(tokenizer: Any) -> set[int]:
+    """The tokens of a chat template: of a conversation, with the start of an answer, and of all words in it."""
+    templates = getattr(tokenizer, "chat_template", None) or ()
+    templates = templates.values() if isinstance(templates, dict) else [templates] if templates else []
+    texts = [text.replace("\\n", "\n") for one in templates for text in re.split(r"['\"]|[{][{%#]-?|-?[}%#][}]", one)]
+    for messages in (CONVERSATION, CONVERSATION[1:]):
+        for start in (False, True):
+            try:
+                texts.append(render(tokenizer, messages, "", add_generation_prompt=start))
+            except MoonshotError:  # such as a template without a system's message
+                continue
+    return set(chain.from_iterable(token_ids(tokenizer, texts))) if texts else set()
