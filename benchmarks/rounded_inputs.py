@@ -17,7 +17,7 @@ from quantized import configuration
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotPruner, perplexity
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.packing import INPUTS
 
 SETTINGS = ("dense, 4", "2:4, 8", "2:4, 4")

@@ -34,7 +34,7 @@ from alternatives import ALTERNATIVES, available, converted, tensor_bytes
 from random_weights import Setting, random_weight
 from torch.nn import Linear, functional
 
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.runtime.packed_mixture import dense_grouped
 
 USUAL = ["2:4", "0.5", "0.6", "0.7", "0.8", "0.9"]

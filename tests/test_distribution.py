@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from optimum_moonshot.kernels import Library
+from optimum_moonshot.kernels.library import Library
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))

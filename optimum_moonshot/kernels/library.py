@@ -1,7 +1,7 @@
 """The compiled library in this folder, called by ctypes: without torch's ABI, one build works with all its releases.
 
-It is compiled at installation for several instruction sets, and uses the fastest that the CPU supports, on torch's
-OpenMP threads.
+It is compiled at installation, if there is a compiler, for several instruction sets, and uses the fastest that the CPU
+supports, on torch's OpenMP threads. The GPU kernels need Triton, which is part of torch's CUDA builds.
 """
 
 import ctypes
@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -359,3 +361,13 @@ def find_library() -> Library | None:
     if selected:
         library.use(selected)
     return library
+
+
+@lru_cache
+def find_gpu_kernels(formats: str) -> ModuleType | None:
+    """The module of the kernels for "bitmask" or "quantized" formats; None, with a warning, if Triton is missing."""
+    try:
+        return import_module(f".triton_{formats}", __package__)
+    except ImportError as error:
+        _log.warning("%s weights are unpacked at every call: Triton is missing (%s)", formats, error)
+        return None

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import MoonshotError, require
-from ..kernels import Library, find_gpu_kernels, find_library
+from ..kernels.library import Library, find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .codec import Codec, Parts, Shape, Verdict, register_operators
 from .timing import kernel_name, kernel_obstacle, timed_verdict

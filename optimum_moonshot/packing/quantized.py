@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import require
-from ..kernels import QuantizedMatrix, find_gpu_kernels, find_library
+from ..kernels.library import QuantizedMatrix, find_gpu_kernels, find_library
 from ..objective.grid import BITS, BLOCK, DTYPES, Grid
 from ..objective.linalg import row_slices, split_range
 from ..objective.patterns import NM

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from ..kernels import find_gpu_kernels, find_library
+from ..kernels.library import find_gpu_kernels, find_library
 from ..objective.patterns import NM
 from .codec import Codec, Shape, Verdict
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import find_library
+from ..kernels.library import find_library
 from ..objective.grid import Grid
 from ..objective.linalg import slices_within, split_range
 from ..objective.patterns import Pattern

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import find_library
+from ..kernels.library import find_library
 from ..objective.linalg import check_factored, escalate, inverse_factor, parallel_map, slices_within, split_range
 from ..objective.patterns import NM, Pattern, Unstructured, keep_alive, stacked
 from ..objective.quadratic import Quadratic

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.kernels import Library, find_library, library
+from optimum_moonshot.kernels import library
+from optimum_moonshot.kernels.library import Library, find_library
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing.bitmask import pack, unpack, unpack_by_torch
 
@@ -196,7 +197,7 @@ def test_a_forked_process_computes_with_one_thread():
     """Like the workers of a DataLoader, after the parent has used its threads."""
     code = """
 import os, torch
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing.bitmask import pack
 torch.set_num_threads(2)

@@ -9,7 +9,7 @@ import reference_quantized as reference
 import torch
 from torch.nn import functional
 
-from optimum_moonshot.kernels import QuantizedMatrix, find_library
+from optimum_moonshot.kernels.library import QuantizedMatrix, find_library
 
 LIBRARY = find_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="installed without a C compiler")

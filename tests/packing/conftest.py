@@ -2,7 +2,7 @@
 
 import pytest
 
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.packing import bitmask, quantized
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import bitmask, find_codec, quantized, timing

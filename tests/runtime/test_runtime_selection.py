@@ -10,7 +10,7 @@ from models import make
 from packed_models import MIXED, held
 
 from optimum_moonshot import MoonshotError, MoonshotPrunedCheckpoint, load_pruned
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import Bitmask, Codec, bitmask, find_codec, timing
 

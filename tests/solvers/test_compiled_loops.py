@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimum_moonshot.kernels import find_library
+from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic

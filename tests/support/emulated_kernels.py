@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from optimum_moonshot.kernels import Library
 from optimum_moonshot.kernels import library as module
+from optimum_moonshot.kernels.library import Library
 
 SHARED = ("quantized.c", "quantized_pack.c", "parallel.c")
 AMX = ("quantized_amx.c", "quantized_vnni.c", *SHARED)
