@@ -66,6 +66,8 @@ def add_model_options(
             choices=("cpu", "disk"),
             help="keep the decoder layers in host memory or the checkpoint's files, with one at a time on the device",
         )
+    else:
+        parser.set_defaults(offload=None)
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -153,14 +155,18 @@ def remote_code(args: argparse.Namespace) -> dict[str, bool]:
     return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
+def loading_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `from_pretrained` and `plan_for` for the options of `add_model_options`."""
+    return {"dtype": args.dtype, "offload": args.offload, **remote_code(args)}
+
+
 def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device") -> "MoonshotPruner":
     """Load the model of a command, on the device except for the layers that `--offload` keeps offloaded."""
     from .. import MoonshotPruner
 
-    placement: dict[str, Any] = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
-    options: dict[str, Any] = {"dtype": args.dtype, **placement, **remote_code(args)}
+    placement = {} if args.offload is None else {"device_map": str(device)}
     with loading(args.model):
-        pruner = MoonshotPruner.from_pretrained(args.model, config, **options)
+        pruner = MoonshotPruner.from_pretrained(args.model, config, **loading_options(args), **placement)
     if not placement:
         pruner.model.to(device)
     return pruner

@@ -33,6 +33,7 @@ from .common import (
     is_gguf,
     load_pruner,
     loading,
+    loading_options,
     pruner_metric,
     remote_code,
 )
@@ -108,9 +109,8 @@ def _plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.dev
     patterns = ("*.safetensors", "*.bin")
     if is_gguf(args.model) or any(any(Path(args.model).glob(pattern)) for pattern in patterns):
         return load_pruner(args, config, device).plan(calibration, **options)
-    options |= {"dtype": args.dtype, "offload": args.offload, **remote_code(args)}
     with loading(args.model):
-        return MoonshotPruner.plan_for(args.model, config, **options)
+        return MoonshotPruner.plan_for(args.model, config, **options, **loading_options(args))
 
 
 def _prune(

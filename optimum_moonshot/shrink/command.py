@@ -59,7 +59,6 @@ def add_shrink_options(parser: argparse.ArgumentParser) -> None:
     add_calibration_options(parser)
     add_data_option(parser, "--eval", "measure the model on these data sets before and after")
     add_method_options(parser, without=WITHOUT)
-    parser.set_defaults(offload=None)
 
 
 def shrink(args: argparse.Namespace) -> None:
