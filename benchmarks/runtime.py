@@ -35,7 +35,7 @@ from random_weights import Setting, random_weight
 from torch.nn import Linear, functional
 
 from optimum_moonshot.kernels.library import find_library
-from optimum_moonshot.runtime.packed_mixture import dense_grouped
+from optimum_moonshot.runtime.packed_layers import dense_grouped
 
 USUAL = ["2:4", "0.5", "0.6", "0.7", "0.8", "0.9"]
 PACKED = ["2:4", "2:4 int8", "2:4 int4", "2:4 int3", "0.6 int8", "0.6 int4", "0.8", "0.8 int8", "0.8 int4", "int4"]

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_moonshot import load_pruned
 from optimum_moonshot.objective.grid import Grid
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 SETTINGS = ["2:4", "0.8", "int4", "2:4 int8", "2:4 int3", "0.6 int4"]
 

@@ -19,8 +19,7 @@ from ..model.layer_kinds import find_layer
 from ..model.offload import offloaded_from
 from ..packing import INPUTS, PackedLayer
 from ..packing.codec import Parts
-from ..runtime.packed_linear import PackedEmbedding, PackedLinear
-from ..runtime.packed_mixture import PackedMixture
+from ..runtime.packed_layers import PackedEmbedding, PackedLinear, PackedMixture
 from ..runtime.packed_module import PackedMatrix, PackedModule
 from ..runtime.packed_module import is_packed as is_packed  # of the state that this file changes
 from .packed_files import FORMATS, check_reloads, packed_weights, save_streamed, shared_names

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..model.layer_kinds import find_layer
 from ..packing import PackedLayer, Verdict
-from ..runtime.packed_linear import PackedEmbedding, PackedLinear, lookup_obstacle
-from ..runtime.packed_mixture import PackedMixture, mixture_obstacle
+from ..runtime.packed_layers import PackedEmbedding, PackedLinear, PackedMixture, lookup_obstacle, mixture_obstacle
 
 PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 _EMBEDDINGS = (nn.Embedding, PackedEmbedding)

@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import MoonshotError, error_context, require
 from ..masks import dense_pruned, is_pruned
 from ..model.layer_kinds import WEIGHT, find_layer
-from ..runtime.packed_linear import PackedLinear
+from ..runtime.packed_layers import PackedLinear
 from ..runtime.packed_module import PackedModule
 
 HINT = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from ..runtime.packed_mixture import apply_routed, dense_grouped
+from ..runtime.packed_layers import apply_routed, dense_grouped
 from ..runtime.packed_module import packed_parts
 from .vllm_linear import PackingMethod, Tally
 

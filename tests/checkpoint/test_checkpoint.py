@@ -16,7 +16,7 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 from optimum_moonshot.runtime.packed_module import is_packed
 
 SETTINGS = [

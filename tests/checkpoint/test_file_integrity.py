@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotError, convert, load_pruned
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 AUTO = hf.AutoModelForCausalLM
 

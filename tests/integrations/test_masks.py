@@ -13,7 +13,7 @@ from optimum_moonshot import MoonshotError, keep_sparsity
 from optimum_moonshot.masks import Masks, clear, find_pruned, follows
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import find_codec
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),

@@ -26,7 +26,7 @@ from optimum_moonshot.integrations.peft import (
     sparse_lora,
 )
 from optimum_moonshot.packing.bitmask import Bitmask
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])

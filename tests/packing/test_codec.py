@@ -21,7 +21,7 @@ from optimum_moonshot.checkpoint import packed_files
 from optimum_moonshot.errors import require
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import Codec, PackedLayer, codec, find_codec, register_codec, weight_of
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 PACKAGE = Path(optimum_moonshot.__file__).parent
 

@@ -10,7 +10,7 @@ from optimum_moonshot import MoonshotError
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import find_codec
 from optimum_moonshot.packing.bitmask import check_packed, find_window, is_nm, pack, packed_bytes, unpack, unpack_bits
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 PATTERNS = [None, NM(2, 4), NM(4, 8), NM(1, 4), NM(1, 2), NM(3, 7), NM(4, 16), NM(2, 2)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

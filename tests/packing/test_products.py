@@ -15,7 +15,7 @@ from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import bitmask, find_codec, quantized, timing
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 FORMATS = [("bitmask", None), ("bitmask", NM(2, 4)), ("int4g64", None), ("int4g64", NM(2, 4)), ("int4g64", NM(4, 4))]
 INTEGERS = FORMATS[2:]

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optimum_moonshot.kernels.library import find_library
 from optimum_moonshot.packing import Quantized, find_codec
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="needs the compiled library")
 FORMATS = ("bitmask", "int4g64", "int8g64")

@@ -14,7 +14,7 @@ from optimum_moonshot import MoonshotError, MoonshotPrunedCheckpoint, load_prune
 from optimum_moonshot.checkpoint.in_memory import to_runtime
 from optimum_moonshot.integrations.transformers import MoonshotQuantizer
 from optimum_moonshot.packing import find_codec
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 AUTO = hf.AutoModelForCausalLM
 

@@ -26,7 +26,7 @@ from optimum_moonshot.checkpoint.weight_files import described_layers, read_head
 from optimum_moonshot.integrations.conversion import unpacked
 from optimum_moonshot.packing import quantized as quantized_format
 from optimum_moonshot.reports.prune_report import PruneReport
-from optimum_moonshot.runtime.packed_linear import PackedEmbedding, PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedEmbedding, PackedLinear
 
 IDS = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(0))
 SETTINGS = dict(solver="magnitude", pattern="2:4", bits=4, quant_group=64)

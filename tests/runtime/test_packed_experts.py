@@ -16,7 +16,7 @@ from tiny_mixtures import FAMILIES, family, mixtral, prune
 
 from optimum_moonshot import MoonshotError, load_pruned
 from optimum_moonshot.packing import Bitmask
-from optimum_moonshot.runtime.packed_mixture import PackedMixture
+from optimum_moonshot.runtime.packed_layers import PackedMixture
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 QUICK = ("mixtral", "gpt_oss", "nemotron_h", "qwen3_5_moe_text", "llama4_text", "inkling_text")

@@ -25,7 +25,7 @@ from quantized_models import quantize
 from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, verify
-from optimum_moonshot.runtime.packed_linear import PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 PACKED = ("packed", "quantized", "experts")
 READERS = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from optimum_moonshot.runtime.packed_linear import PackedEmbedding, PackedLinear
+from optimum_moonshot.runtime.packed_layers import PackedEmbedding, PackedLinear
 from optimum_moonshot.runtime.packed_module import PackedModule
 
 MIXED = dict(pattern="unstructured", allocation={"q_proj": "1:4", "k_proj": 0.05, "mlp": "2:4", "[vo]_proj": 0.6})
