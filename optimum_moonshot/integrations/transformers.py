@@ -88,7 +88,7 @@ class MoonshotQuantizer(HfQuantizer):
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         # Imported late: these import transformers' loader, which imports the quantizers.
-        from ..checkpoint.runtime_choice import DENSE
+        from ..checkpoint.in_memory import DENSE
         from .conversion import PackedWeights
 
         self.sharding = model.register_state_dict_pre_hook(_refuse_shards)
@@ -247,8 +247,14 @@ def _keep_packed(
     model: nn.Module, weights: Mapping[str, "StoredWeight"], runtime: str, device_map: Any, inputs: str
 ) -> dict[str, str]:
     """Replace every weight that stays packed by empty packed tensors; return all entries of `moonshot_runtime`."""
-    from ..checkpoint.in_memory import register_packed
-    from ..checkpoint.runtime_choice import DENSE, log_choices, packing_obstacle, packing_verdict, runtime_entry
+    from ..checkpoint.in_memory import (
+        DENSE,
+        log_choices,
+        packing_obstacle,
+        packing_verdict,
+        register_packed,
+        runtime_entry,
+    )
 
     tied, chosen, sizes = getattr(model, "all_tied_weights_keys", {}), dict[str, str](), [0, 0]
     for name, stored in weights.items():
