@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .checkpoint.verification import verify as verify
     from .checkpoint.weight_files import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
     from .config import MoonshotConfig as MoonshotConfig
-    from .data.self_calibration import SelfCalibration as SelfCalibration
+    from .data.text import SelfCalibration as SelfCalibration
     from .errors import MoonshotError as MoonshotError
     from .evaluation.metrics import accuracy as accuracy
     from .evaluation.metrics import agreement as agreement
@@ -46,7 +46,7 @@ _MODULES = {
     "MoonshotPrunedCheckpoint": "checkpoint.weight_files",
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
-    "SelfCalibration": "data.self_calibration",
+    "SelfCalibration": "data.text",
     "SweepReport": "sweep.report",
     "Verification": "checkpoint.verification",
     "accuracy": "evaluation.metrics",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..data.self_calibration import SELF, SelfCalibration
 from ..data.sources import CORPORA, FORMATS, is_hub_name
+from ..data.text import SELF, SelfCalibration
 from ..errors import MoonshotError
 from ..objective.patterns import Structured
 from ..options import OF_THE_MACHINE, OPTIONS

@@ -12,7 +12,7 @@ from .common import IMAGES_HELP, UsageError, check_data, expect, usage_errors
 
 if TYPE_CHECKING:
     from ..config import MoonshotConfig
-    from ..data.self_calibration import SelfCalibration
+    from ..data.text import SelfCalibration
 
 
 def _argument(field: Field) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> "s
     given = ((name, getattr(args, name)) for name in ("prompts", "temperature", "thinking"))
     options = {name: value for name, value in given if value is not None}
     if args.calibration == "self":
-        from ..data.self_calibration import SelfCalibration
+        from ..data.text import SelfCalibration
 
         with usage_errors():
             return SelfCalibration(**options)

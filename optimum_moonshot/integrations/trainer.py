@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState, set_seed
 
 from ..config import MoonshotConfig
-from ..data.self_calibration import SelfCalibration
 from ..data.sources import open_source
+from ..data.text import SelfCalibration
 from ..devices import preserved_random_state
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows

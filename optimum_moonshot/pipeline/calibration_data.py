@@ -26,8 +26,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ..data.batches import PROBE_TOKENS, Batch, batch_size, digest, shorten, split_batches, take, without_padding
 from ..data.images import load_image_text, load_images, open_image_text, open_images, reads_both
-from ..data.self_calibration import SelfCalibration
-from ..data.text import LONGEST_SAMPLE, CalibrationData, Usable, load_calibration, window_length
+from ..data.text import LONGEST_SAMPLE, CalibrationData, SelfCalibration, Usable, load_calibration, window_length
 from ..devices import is_out_of_memory, preserved_random_state, release_unused
 from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import close, frozen, model_device, run_model

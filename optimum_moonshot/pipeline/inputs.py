@@ -9,8 +9,7 @@ from torch import nn
 
 from ..calibration.storage import Storage
 from ..data.batches import Batch, sample_count, shorten, split_batches
-from ..data.self_calibration import SelfCalibration
-from ..data.text import CalibrationData
+from ..data.text import CalibrationData, SelfCalibration
 from ..errors import require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.data.self_calibration import SelfCalibration
+from optimum_moonshot.data.text import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.model.structured_groups import find_structured_groups, probe_inputs
