@@ -15,7 +15,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
-from ..distributed.main_process import on_main_process
+from ..distributed.sharing import on_main_process
 from ..errors import MoonshotError, check_choice, check_path, reason, require
 from ..files import replace_file, staged
 from ..model.offload import check_not_source

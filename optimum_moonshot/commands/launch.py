@@ -54,7 +54,7 @@ def guard(
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
     if _several():  # all processes end, and one of them prints the errors of all
-        from ..distributed.main_process import exit_message
+        from ..distributed.sharing import exit_message
 
         messages = exit_message(MoonshotError(message))
         message = "" if messages is None else "".join(messages)
@@ -120,7 +120,7 @@ def is_first() -> bool:
 
 def by_first(work: Callable[[], Any]) -> Any:
     """Do work in the first process, and return its value, of JSON types, in all of them."""
-    from ..distributed.main_process import on_main_process
+    from ..distributed.sharing import on_main_process
 
     return on_main_process(work)
 

@@ -474,3 +474,9 @@ def _checked(prompt: Any) -> Prompt:
     except MoonshotError:
         pass
     raise MoonshotError(f"{truncated_repr(prompt)} is neither a string nor a list of messages", field="prompts")
+
+
+def check_named_source(source: Any) -> None:
+    """Raise `MoonshotError` if calibration data are a file that is missing, or cannot be read."""
+    if isinstance(source, str | os.PathLike) and SelfCalibration.of(source) is None:
+        open_source(source)

@@ -1,19 +1,21 @@
-"""Which process does which work, and the merging of the statistics that each has of its samples."""
+"""Which process does which work, such as a save, and the merging of the statistics that each has of its samples."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from ..errors import require
-from .ranks import Ranks, shards
+from ..errors import one_line, require
+from .ranks import Ranks, RunGroup, calls, several, shards
 
 Value = TypeVar("Value")
 # The only process that needs a layer's statistics; or the rows that each process needs, by rank; None is all processes.
 Owner = int | tuple[slice, ...] | None
 # Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
 UNEVEN = 1.1
+_MAIN = "a call that the first process serves, such as a save"
 
 
 def assign(costs: Sequence[float], processes: int) -> list[int]:
@@ -109,3 +111,38 @@ class Merger:
         """The values of all processes, by rank; small, and picklable."""
         require(not isinstance(self.owner, tuple), "a statistic of a whole layer cannot be divided by rows")
         return self.ranks.all_gather_object(value)
+
+
+def on_main_process(work: Callable[[], Value]) -> Value:
+    """Do work in the first process, and return its value, which JSON can hold, in all processes.
+
+    The others wait for the first process, but it does not wait for them.
+
+    Raises:
+        MoonshotError: the first process failed or died.
+    """
+    if not several():
+        return work()
+    group = RunGroup(f"call {next(calls)}", _MAIN)
+    if group.rank:
+        return json.loads(group.read())
+    group.begin()
+    try:
+        value = work()
+    except BaseException as error:
+        group.fail(error)
+        raise
+    group.publish(json.dumps(value))
+    return value
+
+
+def exit_message(error: BaseException) -> tuple[str, str] | None:
+    """The prefix and the message, ("rank 1 failed: ", "…"), that this process prints when an error ends its command.
+
+    None if another process prints them.
+    """
+    if not several():
+        return "", one_line(error)
+    group = RunGroup()
+    failure = group.failure(error)
+    return (f"rank {failure.rank} failed: ", failure.reason) if group.record(failure) else None

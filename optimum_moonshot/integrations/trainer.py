@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState, set_seed
 
 from ..config import MoonshotConfig
-from ..data.sources import open_source
-from ..data.text import SelfCalibration
+from ..data.text import check_named_source
 from ..devices import preserved_random_state
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
@@ -160,10 +158,10 @@ class MoonshotCallback(TrainerCallback):
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         require(not sharded, "a model sharded by fully_shard cannot be pruned", hint="prune it first, then train it")
         dataset: Any = getattr(dataloader, "dataset", None)
-        named = isinstance(self.calibration, str | PathLike) and SelfCalibration.of(self.calibration) is None
-        if named and not takes_images(model):
-            open_source(self.calibration)  # raises for a missing file
-        elif self.calibration is None and hasattr(dataset, "__len__"):
+        if self.calibration is not None:
+            if not takes_images(model):
+                check_named_source(self.calibration)
+        elif hasattr(dataset, "__len__"):
             message = f"the training data has {len(dataset)} samples"
             hint = "lower num_samples"
             require(len(dataset) >= samples, message, field="num_samples", value=samples, hint=hint)

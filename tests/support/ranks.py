@@ -27,7 +27,7 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.accumulators import Gram
 from optimum_moonshot.calibration.observer import GradientSums, Observer
 from optimum_moonshot.commands import launch
-from optimum_moonshot.distributed.main_process import on_main_process
+from optimum_moonshot.distributed.sharing import on_main_process
 from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.prune import layers as solving
 from optimum_moonshot.recover import tuning
