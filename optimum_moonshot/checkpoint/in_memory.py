@@ -28,7 +28,7 @@ from ..runtime.packed_layers import PackedEmbedding, PackedLinear, PackedMixture
 from ..runtime.packed_module import PackedMatrix, PackedModule
 from ..runtime.packed_module import is_packed as is_packed  # of the state that this file changes
 from .packed_files import FORMATS, check_reloads, packed_weights, save_streamed, shared_names
-from .weight_files import RUNTIMES, MoonshotPrunedCheckpoint
+from .weight_files import MoonshotPrunedCheckpoint, check_runtime
 
 _WEIGHT = "weight"
 PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
@@ -42,8 +42,7 @@ def to_runtime(model: nn.Module, runtime: str = "auto", inputs: str = INPUTS[0])
     Returns the runtime of every layer, with the reason. `MoonshotError` names a layer that is no longer n:m, or not on
     its grid; then all layers are dense.
     """
-    check_choice("runtime", runtime, RUNTIMES)
-    check_choice("inputs", inputs, INPUTS)
+    check_runtime(runtime, inputs)
     if not isinstance(model, PreTrainedModel):
         raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
     with _dense_shapes(model):

@@ -28,14 +28,13 @@ from ..files import temporary_folder, writing
 from ..model.layers import find_blocks
 from ..model.model_info import load_processor, load_tokenizer
 from ..model.offload import detach_from_files, guard_source
-from ..packing import INPUTS
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from .folder import Checkpoint, check_complete
 from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, HUB_OPTIONS, find_checkpoint, refuse_adapter, repository
 from .in_memory import to_runtime
 from .origin import Source, remember_source
-from .weight_files import EXPORT, METHOD, RUNTIMES, MoonshotPrunedCheckpoint, loaded_into
+from .weight_files import EXPORT, METHOD, MoonshotPrunedCheckpoint, check_runtime, loaded_into
 
 PLACES = ("disk", "cpu")  # of offloaded blocks: the checkpoint's files, or host memory
 # Options of `load_pruned` that would load unverified files, or return something other than a model.
@@ -276,7 +275,7 @@ def load_pruned(
     name_or_path: str | os.PathLike[str],
     runtime: str = "dense",
     *,
-    inputs: str = INPUTS[0],
+    inputs: str = "int8",
     **model_kwargs: Any,
 ) -> nn.Module:
     """Load a pruned model as the class that its configuration names, after checking its files.
@@ -298,8 +297,7 @@ def load_pruned(
             match; a checkpoint that is not pruned.
     """
     check_path("name_or_path", name_or_path)
-    check_choice("runtime", runtime, RUNTIMES)
-    check_choice("inputs", inputs, INPUTS)
+    check_runtime(runtime, inputs)
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     checkpoint = Checkpoint.find(name_or_path, **hub)

@@ -51,6 +51,12 @@ Tensors = dict[str, Tensor]
 Layers = dict[str, PackedLayer]
 
 
+def check_runtime(runtime: str, inputs: str) -> None:
+    """Raise `MoonshotError` unless weights can be in memory like `runtime`, with `inputs` of products."""
+    check_choice("runtime", runtime, RUNTIMES)
+    check_choice("inputs", inputs, INPUTS)
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write config.json or an index, as transformers does."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -100,8 +106,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     quant_method = cast(QuantizationMethod, METHOD)
 
     def __init__(self, runtime: str = "dense", dequantize: bool = False, inputs: str = INPUTS[0]):
-        check_choice("runtime", runtime, RUNTIMES)
-        check_choice("inputs", inputs, INPUTS)
+        check_runtime(runtime, inputs)
         contradiction = dequantize and runtime != "dense"
         require(not contradiction, f"it contradicts runtime={runtime!r}", field="dequantize", value=dequantize)
         self.runtime, self.dequantize, self.inputs = runtime, dequantize, inputs

@@ -19,7 +19,6 @@ from functools import cached_property
 
 from ..data.batches import Batch, batch_size, cut_batches, split_batches
 from ..errors import require
-from ..model.calls import frozen
 from ..model.layers import Block
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
@@ -93,8 +92,7 @@ class Recovery:
         require(prepared.data is not None, message, field="calibration", value=None)
         data = prepared.calibration
         self.sizes = step_parts(data.num_samples)
-        with frozen(model):
-            sequences = block_sequences(prepared, False)
+        sequences = block_sequences(prepared, False)
         require(
             len(sequences.sequential) == 1 and not sequences.non_sequential,
             "it needs pruned layers inside one chain of blocks, each of which reads the output of the one before: "

@@ -21,6 +21,7 @@ from ..calibration.storage import Storage
 from ..config import MoonshotConfig
 from ..devices import is_gpu
 from ..errors import require
+from ..model.calls import frozen
 from ..model.weights import RESIDENT
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
@@ -62,7 +63,8 @@ def plan_recovery(prepared: Prepared, variant: Variant, smaller: SmallerModel | 
         variant.notes += [f"{blockwise}{placement.note}"] if placement.note else []
         if placement.trains:
             return Distillation(prepared, variant, placement.on_host, smaller).run
-    recovery = Recovery(prepared, variant, smaller)
+    with frozen(prepared.model):
+        recovery = Recovery(prepared, variant, smaller)
     if config.recover == "distill":
         recovery.config = dataclasses.replace(config, recover="blockwise")
     return lambda: broadcast_first(prepared, recovery.run)
