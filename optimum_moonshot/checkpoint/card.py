@@ -1,8 +1,14 @@
-"""The model cards of pruned and rotated models: YAML and text about the run, above the card of the dense model."""
+"""The model cards of pruned and rotated models: YAML and text about the run, above the card of the dense model.
 
+The text has the lines that prune the model again, and the programs that load it.
+"""
+
+import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +18,18 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from ..errors import check_number, check_whole, require
+from ..data.sources import CORPORA, FORMATS, is_hub_name
+from ..data.text import SELF, SelfCalibration
+from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
-from ..model.layers import by_visit
-from ..options import RECOVERY_DEFAULTS
+from ..objective.patterns import Structured
+from ..options import OF_THE_MACHINE, OPTIONS, RECOVERY_DEFAULTS
 from ..reports.plots import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, data_name, mean_over_weights
 from ..reports.record import PruningRecord
 from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport
+from ..solvers.base import options_of, solver_class
 from .base_card import (
     MARKER,
     Base,
@@ -34,8 +43,8 @@ from .base_card import (
     split,
     unescaped,
 )
-from .card_code import literal, programs, pruning_code
-from .packed_files import packed_weights
+from .packed_files import bytes_on_disk
+from .weight_files import EXPORT
 
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _AFTER_EVALUATION = "## Size and cost"
@@ -43,7 +52,6 @@ _SOLVERS = {
     "sparsegpt": "SparseGPT", "wanda": "Wanda", "obc": "OBC", "cap": "CAP", "osscar": "OSSCAR",
     "alps": "ALPS", "magnitude": "magnitude pruning", "reap": "REAP", "frequency": "the routing frequency",
 }  # fmt: skip
-_CORPORA = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext", "ptb": "ptb-text-only/ptb_text_only"}
 _TASKS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "AutoModelForCausalLM": ("text-generation", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "AutoModelForMaskedLM": ("fill-mask", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
@@ -53,22 +61,11 @@ _TASKS: dict[str, tuple[str, Mapping[str, Any]]] = {
         "text-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     ),
 }  # fmt: skip
-
-
-def bytes_on_disk(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a pruned model's weights on disk, dense and packed."""
-    state = model.state_dict()
-    dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
-    # Tied weights count once.
-    unique = {model.get_parameter(name): (name, layer) for name, layer in packed_weights(model).items()}
-    layers = dict(unique.values())
-    saved = 0
-    for visit, names in by_visit(model, layers):
-        with visit():
-            for name in names:
-                tensor = model.get_parameter(name)
-                saved += tensor.nbytes - layers[name].stored_bytes(tensor)
-    return dense, dense - saved
+# Architectures that the tests load there: tests/integrations/test_vllm.py, test_smaller_vllm.py, test_smaller_gguf.py.
+_IN_LLAMA_CPP = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_IN_VLLM = (*_IN_LLAMA_CPP, "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "Qwen2MoeForCausalLM")
+# Of the parameters and bytes of `MoonshotPruner.shrink`, and its milliseconds.
+_TARGETS = {"parameters": ("parameters", 1), "bytes": ("bytes", 1), "seconds": ("latency", 1000)}
 
 
 def _auto_class(architecture: str) -> tuple[str, str | None]:
@@ -224,7 +221,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
         model_name=facts.name,
         base_model=base.name,
         library_name="transformers",
-        datasets=[_CORPORA[source]] if source in _CORPORA else None,
+        datasets=[CORPORA[source].path] if source in CORPORA else None,
         tags=["moonshot", "pruning", "sparsity", config["solver"], config["pattern"], *base.data.get("tags", ())],
         eval_results=_results(report, facts) or None,
         moonshot={
@@ -291,3 +288,108 @@ def _recovered(metric: str, dense: float | None, pruned: float) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}%"
+
+
+def literal(value: Any) -> str:
+    """JSON values as Python in one line, without unprintable characters; text is in double quotes."""
+    if isinstance(value, str):
+        quoted = json.dumps(value, ensure_ascii=False)
+        return "".join(sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in quoted)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{literal(key)}: {literal(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    return repr(value)
+
+
+def _call(function: str, *positional: str, **options: Any) -> str:
+    named = [f"{name}={literal(value)}" for name, value in options.items()]
+    return f"{function}({', '.join([*positional, *named])})"
+
+
+def _changed_options(report: PruneReport) -> dict[str, Any]:
+    """The options of the run whose values differ from the defaults."""
+    defaults: dict[str, Any] = {name: field.default for name, field in OPTIONS.items() if field.compare}
+    defaults |= {"ignore": [], "solver_options": {}}
+    with suppress(MoonshotError):  # a solver of another package
+        declared = options_of(solver_class(report.config["solver"]))
+        defaults |= {name: declared[name].default for name in ("damping",) if name in declared}
+    if report.shrink is not None:  # it determines these; a λ that the user gave is not discernible from its default
+        for name in ("lam", "allocation"):
+            del defaults[name]
+    return {
+        name: report.config[name]
+        for name, default in defaults.items()
+        if name not in OF_THE_MACHINE and name in report.config and report.config[name] != default
+    }
+
+
+def _calibration(report: PruneReport) -> tuple[str | None, list[str]]:
+    """The argument of `prune` for the calibration data, and the lines that define it."""
+    if report.calibration is None:
+        return None, []
+    source = report.calibration["source"]
+    if source == SelfCalibration().describe():
+        return literal(SELF), []
+    if source in CORPORA or is_hub_name(source) or source.endswith(FORMATS):
+        return literal(source), []
+    return "calibration", [f"calibration = ...  # {literal(source)}"]
+
+
+def pruning_code(report: PruneReport, source: str | None, architecture: str, name: str, format: str) -> str | None:
+    """Python that prunes the dense model again and saves it, as the report records it.
+
+    Files have the names that the report has, without their folders. `...` stands for a model or data in memory.
+
+    Args:
+        report: of the run.
+        source: name or folder of the dense model; None for a model in memory.
+        architecture: the class of the model.
+        name: of the folder of the pruned model.
+        format: of its checkpoint.
+
+    Returns:
+        None if the report does not record all steps: of a pruned model that lost tokens, or an unknown target.
+    """
+    vocabulary = None if report.shrink is None else report.shrink.vocabulary
+    if vocabulary is not None or (report.shrink is not None and report.shrink.unit not in _TARGETS):
+        return None
+    calibration, lines = _calibration(report)
+    data = [] if calibration is None else [calibration]
+    config = _call("config = MoonshotConfig", **_changed_options(report))
+    if source is None:
+        pruner = [f"model = ...  # {literal(architecture)}", "pruner = MoonshotPruner(model, config)"]
+    else:
+        pruner = [f"pruner = MoonshotPruner.from_pretrained({literal(source)}, config)"]
+    lines = ["from optimum_moonshot import MoonshotConfig, MoonshotPruner", "", *lines, config, *pruner]
+    if report.rotation is not None and report.config["rotation"] is None:
+        lines.append(_call("pruner.rotate", *data))
+    if report.shrink is None:
+        lines.append(_call("pruner.prune", *data))
+    else:
+        option, scale = _TARGETS[report.shrink.unit]
+        budget = report.shrink.budget * scale
+        target: dict[str, Any] = {option: int(budget) if budget == int(budget) else budget}
+        if report.shrink.batch_shape is not None:
+            target["batch_shape"] = report.shrink.batch_shape
+        lines.append(_call("pruner.shrink", *data, **target))
+    if report.compaction and report.config["pattern"] == Structured.kind and report.shrink is None:
+        lines.append("pruner.compact()")
+    saved = {} if format == "dense" else {"format": format}
+    return "\n".join([*lines, _call("pruner.save_pretrained", literal(name), **saved)])
+
+
+def programs(report: PruneReport, architecture: str, name: str, format: str) -> list[tuple[str, str]]:
+    """Programs other than transformers that load the model, each with its command."""
+    argument = shlex.quote(name)
+    changed = report.compaction["config"] if report.compaction else {}
+    fewer_heads = "num_attention_heads" in changed
+    commands = []
+    if architecture in _IN_VLLM and not (architecture == "Qwen2ForCausalLM" and fewer_heads):
+        needs = ', after `pip install "optimum-moonshot[vllm]"`' if format == "packed" else ""
+        commands.append((f"vLLM{needs}", f"vllm serve {argument}"))
+    if architecture in _IN_LLAMA_CPP and format != EXPORT:
+        export = f"optimum-cli moonshot export {argument} model.gguf"
+        zeros = "" if report.compaction else ", where zeros save no bytes"
+        commands.append((f"llama.cpp{zeros}, by its `convert_hf_to_gguf.py`", export))
+    return commands

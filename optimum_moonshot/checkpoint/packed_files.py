@@ -89,6 +89,22 @@ def packed_weights(model: nn.Module) -> Layers:
     return entries
 
 
+def bytes_on_disk(model: nn.Module) -> tuple[int, int]:
+    """Bytes of a pruned model's weights on disk, dense and packed."""
+    state = model.state_dict()
+    dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
+    # Tied weights count once.
+    unique = {model.get_parameter(name): (name, layer) for name, layer in packed_weights(model).items()}
+    layers = dict(unique.values())
+    saved = 0
+    for visit, names in by_visit(model, layers):
+        with visit():
+            for name in names:
+                tensor = model.get_parameter(name)
+                saved += tensor.nbytes - layers[name].stored_bytes(tensor)
+    return dense, dense - saved
+
+
 def shared_names(model: nn.Module) -> dict[str, list[str]]:
     """All names of each parameter of a model, by each of them."""
     names: dict[int, list[str]] = {}

@@ -15,7 +15,7 @@ from models import make
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, convert, load_pruned
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.checkpoint.base_card import find_source
-from optimum_moonshot.checkpoint.card_code import literal, programs, pruning_code
+from optimum_moonshot.checkpoint.card import literal, programs, pruning_code
 
 CONVERTER = ROOT / "tests" / "support" / "fake_converter.py"
 DATA = dict(num_samples=8, sequence_length=16)
