@@ -25,8 +25,8 @@ from optimum_moonshot.shrink.decision import decision_of
 from optimum_moonshot.shrink.measurements import measure_parts
 from optimum_moonshot.shrink.parts import apply_decision, without_blocks
 from optimum_moonshot.shrink.program import Program
+from optimum_moonshot.shrink.report import Target
 from optimum_moonshot.shrink.request import Shrinking
-from optimum_moonshot.shrink.target import Target
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 LENGTH, SHARES, LAMBDAS = 256, (0.9, 0.75, 0.6), (1.0, 0.5)

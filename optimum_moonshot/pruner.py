@@ -26,9 +26,8 @@ from .prune.record import compact_pruned, note_rotation, note_vocabulary, remove
 from .prune.run import prune_model, rotate_model
 from .reports.record import PruningRecord
 from .shrink.hidden_size import narrow_model
-from .shrink.report import ShrinkReport
+from .shrink.report import ShrinkReport, Target
 from .shrink.run import shrink_model
-from .shrink.target import Target
 from .sweep.run import SparsityPath, Sweep, prune_path, sweep
 
 if TYPE_CHECKING:

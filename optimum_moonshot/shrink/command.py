@@ -63,7 +63,7 @@ def add_shrink_options(parser: argparse.ArgumentParser) -> None:
 
 def shrink(args: argparse.Namespace) -> None:
     """`moonshot shrink`: load, measure, decide, shrink, measure, save."""
-    from .target import Target, check_batch_shape
+    from .report import Target, check_batch_shape
 
     start = time.perf_counter()
     import_modules(args.imports)

@@ -23,9 +23,8 @@ from .losses import (
 )
 from .merging import Merging
 from .program import Choice, Program
-from .report import Candidate, ShrinkReport
+from .report import Candidate, ShrinkReport, Target
 from .request import Shrinking
-from .target import Target
 from .trials import Trials
 from .widths import Width, within
 

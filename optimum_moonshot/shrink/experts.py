@@ -21,7 +21,7 @@ from ..objective.patterns import Experts
 from ..objective.removal import Removal
 from ..pipeline.inputs import Prepared, with_samples_shown
 from ..pipeline.selection import select_experts
-from .target import Target
+from .report import Target
 from .widths import TRIALS, Width, trial_levels
 
 EXPERTS = "experts"  # the name of the width

@@ -16,10 +16,9 @@ from .costs import Costs, Narrowing, as_measured, dense_cost, model_latency, sha
 from .decision import Decision, Tables, alternatives
 from .hidden_size import WidthReduction, cut_stream
 from .losses import HIDDEN, MOST_BLOCKS, interpolated
-from .report import Candidate, ShrinkReport
+from .report import Candidate, ShrinkReport, Target
 from .request import Shrinking
 from .stream import Stream, collect_moments, find_stream
-from .target import Target
 from .trials import Trials
 from .widths import Width
 

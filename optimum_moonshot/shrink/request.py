@@ -20,7 +20,7 @@ from ..pipeline.inputs import Prepared
 from ..pipeline.run_folder import RunFolder
 from ..pipeline.selection import DenseTeacher, Subject, check_dense
 from .costs import check_timed, dense_cost, model_latency
-from .target import Target, check_batch_shape
+from .report import Target, check_batch_shape
 
 # λ where the configuration has none, with and without the removal of heads: for neurons alone the Fisher loss gains
 # nothing, and without it no backward pass is needed (benchmarks/results/shrink.json).

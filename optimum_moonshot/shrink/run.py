@@ -19,9 +19,8 @@ from .decision import Tables, decide, without_set
 from .hidden import Narrowed, narrow
 from .measurements import measure_parts
 from .parts import apply_decision, attach_decision, without_blocks
-from .report import ShrinkReport, VocabularyReport
+from .report import ShrinkReport, Target, VocabularyReport
 from .request import Shrinking, check_request, model_cost
-from .target import Target
 from .tokens import check_calibration
 from .vocabulary import reduce_vocabulary
 

@@ -12,8 +12,8 @@ from optimum_moonshot.shrink.experts import find_experts
 from optimum_moonshot.shrink.hidden import HiddenSizes
 from optimum_moonshot.shrink.hidden_size import cut_stream
 from optimum_moonshot.shrink.losses import BlockSets, WidthLosses
+from optimum_moonshot.shrink.report import Target
 from optimum_moonshot.shrink.stream import observe_stream
-from optimum_moonshot.shrink.target import Target
 from optimum_moonshot.shrink.widths import Width, find_widths
 
 

@@ -10,8 +10,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.distributed.ranks import SINGLE_PROCESS
 from optimum_moonshot.pipeline.selection import Subject
 from optimum_moonshot.shrink import trials
+from optimum_moonshot.shrink.report import Target
 from optimum_moonshot.shrink.request import check_request
-from optimum_moonshot.shrink.target import Target
 
 CONFIG = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0, num_samples=8, batch_size=4)
 BATCHES = token_batches(8)

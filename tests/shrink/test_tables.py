@@ -11,7 +11,7 @@ from optimum_moonshot.model.layers import find_blocks, find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.shrink.costs import latency_costs, model_latency, shape_costs
 from optimum_moonshot.shrink.losses import block_sets, build_program, interpolated, width_losses
-from optimum_moonshot.shrink.target import Target
+from optimum_moonshot.shrink.report import Target
 from optimum_moonshot.shrink.widths import TRIALS, Width, find_widths, trial_levels, within
 
 
