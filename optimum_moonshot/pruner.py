@@ -16,10 +16,10 @@ from .checkpoint.origin import SideFiles, find_origin, source_of
 from .checkpoint.saving import Saving
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
-from .model.isolation import uncompiled
+from .model.isolation import isolated, uncompiled
 from .model.losses import default_loss
 from .pipeline.run_context import check_idle, run_context
-from .pipeline.selection import Subject
+from .pipeline.selection import Subject, select
 from .plan.machine import MachineMemory
 from .plan.run import make_plan
 from .prune.record import compact_pruned, note_rotation, note_vocabulary, remove_tokens
@@ -33,6 +33,7 @@ from .sweep.run import SparsityPath, Sweep, prune_path, sweep
 if TYPE_CHECKING:
     from .model.calls import Forward
     from .model.compaction import Compaction
+    from .model.layers import PrunableLayer
     from .model.losses import Loss
     from .plan.report import Plan
     from .reports.prune_report import PruneReport
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 
 # The configuration of a pruner that was given none.
 WITHOUT_PATTERN = MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.0)
+
+
+def selected_layers(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
+    """The layers that `MoonshotPruner.prune` would prune; `MoonshotError` if the configuration fits no layer."""
+    with isolated(model) as plain:
+        return select(plain, config).layers
 
 
 class MoonshotPruner:

@@ -8,7 +8,7 @@ from torch.nn import functional
 from training_runs import samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotError
-from optimum_moonshot.integrations.distillation import Distillation
+from optimum_moonshot.integrations.trainer import Distillation
 
 
 def test_the_distillation_loss_equals_its_formula():
