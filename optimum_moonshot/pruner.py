@@ -47,7 +47,7 @@ WITHOUT_PATTERN = MoonshotConfig(solver="osscar", pattern="structured", sparsity
 
 
 def selected_layers(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
-    """The layers that `MoonshotPruner.prune` would prune; `MoonshotError` if the configuration fits no layer."""
+    """The layers of a model that a run would prune; `MoonshotError` if the configuration does not fit."""
     with isolated(model) as plain:
         return select(plain, config).layers
 
