@@ -275,12 +275,19 @@ class Options:
         more='"fisher" runs it at λ = 1 too; "equal" does not scale rows.',
         choices=("fisher", "equal"),
     )
-    rotation_steps: int = option(100, "maximum steps of --rotation", more="With early stopping.", least=1)
+    rotation_steps: int | None = option(
+        None,
+        "maximum steps of --rotation (100, or 50 for models with matrices wider than 1,024)",
+        more="With early stopping.",
+        least=1,
+    )
     rotation_lr: float = option(
         0.02, "initial learning rate of --rotation, in radians", more="With cosine decay to 0.", above=0, below=1
     )
     rotation_rows: int | None = option(
-        None, "rows of each matrix that --rotation uses (all); fewer are faster", least=1
+        None,
+        "rows of each matrix that a step of --rotation samples (all, or 256 for models with matrices wider than 1,024)",
+        least=1,
     )
     owl_threshold: float = option(5.0, "OWL: an outlier exceeds M times the mean", metavar="M", above=0)
     owl_lambda: float = option(

@@ -57,7 +57,7 @@ BAD = {
     "recover_lr": [0, -1e-3, 1.0, NAN, INF, "1e-3", True],
     "rotation": ["", "random", True, 1, ["learned"]],
     "rotation_weights": ["", "loss", None, True],
-    "rotation_steps": [0, -1, 1.5, None, True],
+    "rotation_steps": [0, -1, 1.5, "8", True],
     "rotation_lr": [0, -1e-3, 1.0, NAN, INF, None, "1e-3", True],
     "rotation_rows": [0, -1, 1.5, "8", True],
 }

@@ -18,7 +18,7 @@ from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
 from ..pipeline.selection import Selection, Subject, select
 from ..recover.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
-from ..rotate.learning import PATIENCE
+from ..rotate.learning import PATIENCE, learning_size
 from ..rotate.permutation_search import search_products
 from .inputs import build_spec, example_batches, is_given
 from .machine import MachineMemory
@@ -168,12 +168,12 @@ def rotation_products(selection: Selection) -> float:
     config = selection.config
     single = [layer for layer in selection.layers if layer.groups == 1]
     width = max((layer.shape[1] for layer in single), default=0)
-    rows = config.rotation_rows
+    steps, rows = learning_size(config, selection.layers)
     weights = sum(min(layer.shape[0], rows or layer.shape[0]) * layer.shape[1] for layer in single)
-    products: float = config.rotation_steps * LEARNING_PRODUCTS * weights * width
+    products: float = steps * LEARNING_PRODUCTS * weights * width
     if rows is not None:  # evaluations of all rows, forward alone
         weights = sum(layer.shape[0] * layer.shape[1] for layer in single)
-        products += config.rotation_steps / PATIENCE * LEARNING_PRODUCTS / 3 * weights * width
+        products += steps / PATIENCE * LEARNING_PRODUCTS / 3 * weights * width
     for block in selection.structure.blocks:
         layers = [layer for layer in block.layers if layer.groups == 1]
         widths = {layer.shape[1] for layer in layers}
@@ -196,7 +196,7 @@ def _times_read(run: RunSpec) -> int:
     config = run.selection.config
     passes = 3 if run.selection.needs_gradients else 2  # checks and calibration; with gradients a forward pass before
     allocation = {"fisher": 2, "owl": 1}.get(config.allocation if isinstance(config.allocation, str) else "", 0)
-    rotation = 0 if config.rotation is None else ROTATION_READS + config.rotation_steps
+    rotation = 0 if config.rotation is None else ROTATION_READS + learning_size(config, run.selection.layers)[0]
     return passes + run.forward + allocation + rotation + (config.recover is not None)
 
 

@@ -15,7 +15,7 @@ neither do the scores ``w² / [H⁻¹]`` of the column; the scores of the row ar
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,12 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import MoonshotConfig
+from ..model.layers import PrunableLayer
 from .objective import Objective
 from .spaces import Space
 
 # Learning stops if this many steps reduce the objective by less than this fraction. If the steps sample rows, the
 # objective of all rows is evaluated once in so many steps; it takes a third of the time of a step with all rows.
 PATIENCE, GAIN = 10, 1e-3
+# A model with a matrix of more than WIDE rows or columns learns on a sample of rows, in fewer steps. SmolLM2-135M at
+# 2:4, ALPS, λ = 1: KL divergence 0.639 in 563 CPU seconds; by all rows 0.634 in 1,106; without rotation 0.703 in 276.
+WIDE, STEPS = 1024, 100
+SAMPLED_ROWS, FEWER_STEPS = 256, 50
 # The largest factor, and the inverse of the smallest, so that the scaled weights fit 16 bits.
 LARGEST = 16.0
 BETAS, EPSILON = (0.9, 0.999), 1e-12
@@ -87,6 +93,13 @@ class Learned:
             prefix = next(prefix for prefix in by_prefix if name.startswith(prefix))
             by_prefix[prefix][name.removeprefix(prefix)] = tensor
         return cls(by_prefix[""], permutations=by_prefix[_PERMUTATION], factors=by_prefix[_FACTORS], **values)
+
+
+def learning_size(config: MoonshotConfig, layers: Iterable[PrunableLayer]) -> tuple[int, int | None]:
+    """The most steps that learning takes, and the rows of every matrix that a step samples; None for all."""
+    wide = any(max(layer.shape) > WIDE for layer in layers)
+    steps, rows = (FEWER_STEPS, SAMPLED_ROWS) if wide else (STEPS, None)
+    return config.rotation_steps or steps, config.rotation_rows or rows
 
 
 def learn(

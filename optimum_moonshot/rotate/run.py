@@ -19,7 +19,7 @@ from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from .basis import Basis, ModelRotation, check_invariance, check_same, outputs
 from .gather import WHERE, PatternsOf, gather, release_inverses, rotatable_spaces
-from .learning import Learned, learn, rotations, scale
+from .learning import Learned, learn, learning_size, rotations, scale
 from .permutation_search import permute_channels
 from .report import RotationReport
 
@@ -125,7 +125,8 @@ def _learn(
 ) -> Learned:
     """Learn rotations, then permutations, then scales; resume from the state of an interrupted run."""
     config, device = prepared.selection.config, prepared.storage.device
-    steps, shown = config.rotation_steps, prepared.subject.progress
+    steps, rows = learning_size(config, prepared.selection.layers)
+    shown = prepared.subject.progress
 
     def retried(work: Callable[[], None]) -> None:
         prepared.backoff.with_more_memory(WHERE, work, partial(release_inverses, prepared, objective))
@@ -140,9 +141,7 @@ def _learn(
             if state.done or state.steps % SAVED_EVERY == 0:
                 store.put_rotation(*state.saved())
 
-        state = learn(
-            objective, basis.spaces, steps, config.rotation_lr, device, state, config.rotation_rows, done, retried
-        )
+        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, rows, done, retried)
     permuted = [space for space in basis.spaces if space.permuted]
     shown = shown and bool(permuted)
     with progress_bar(total=len(permuted), desc="ordering neurons", unit="layer", shown=shown) as bar:

@@ -7,10 +7,13 @@ import statistics
 import pytest
 import torch
 from rotation_problems import HALF, problem, space
+from torch import nn
 
+from optimum_moonshot import MoonshotConfig
+from optimum_moonshot.model.layer_kinds import find_layer
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.rotate.basis import rotate_axis
-from optimum_moonshot.rotate.learning import Learned, learn, rotations
+from optimum_moonshot.rotate.learning import Learned, learn, learning_size, rotations
 from optimum_moonshot.rotate.objective import (
     Coordinates,
     inverse,
@@ -250,3 +253,10 @@ def test_sampled_thresholds_cover_columns_evenly(monkeypatch):
 def test_every_order_of_a_group_of_four():
     for values in itertools.permutations([1.0, 2.0, 4.0, 8.0]):
         assert removed(torch.tensor([values]), [NM(2, 4)]) == 3
+
+
+@pytest.mark.parametrize("shape, size", [((8, 1024), (100, None)), ((1025, 8), (50, 256)), ((8, 1025), (50, 256))])
+def test_wide_models_learn_on_sampled_rows_in_fewer_steps(shape, size):
+    layers = [find_layer(nn.Linear(*reversed(sides))) for sides in ((8, 8), shape)]
+    assert learning_size(MoonshotConfig(sparsity=0.5), layers) == size
+    assert learning_size(MoonshotConfig(sparsity=0.5, rotation_steps=7, rotation_rows=5), layers) == (7, 5)
