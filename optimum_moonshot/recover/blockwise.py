@@ -76,20 +76,18 @@ class Recovery:
     Layers outside of the blocks are not recovered, with a note in the variant.
 
     Args:
-        prepared: the dense model with the data.
+        prepared: the dense model with data.
         variant: when the recovery runs, its store has the pruned weights; the recovered weights are added to the store.
         smaller: the model without the removed experts, if experts are removed.
 
     Raises:
-        MoonshotError: no data, or no pruned layers in sequential blocks.
+        MoonshotError: no pruned layers in sequential blocks.
     """
 
     def __init__(self, prepared: Prepared, variant: Variant, smaller: SmallerModel | None = None):
         model, selection = prepared.model, variant.selection
         self.prepared, self.variant, self.smaller = prepared, variant, smaller
         self.config, self.structure, self.store = selection.config, selection.structure, variant.store
-        message = f"recover={self.config.recover!r} needs data"
-        require(prepared.data is not None, message, field="calibration", value=None)
         data = prepared.calibration
         self.sizes = step_parts(data.num_samples)
         sequences = block_sequences(prepared, False)

@@ -47,9 +47,9 @@ def plan_recovery(prepared: Prepared, variant: Variant, smaller: SmallerModel | 
             kind does not recover.
     """
     config = variant.selection.config
+    message = f"recover={config.recover!r} needs data"
+    require(prepared.data is not None, message, field="calibration", value=None)
     if config.distills:
-        message = f"recover={config.recover!r} needs data"
-        require(prepared.data is not None, message, field="calibration", value=None)
         resident = all(block.weights is RESIDENT for block in prepared.selection.structure.blocks)
         removable, hint = smaller is None or resident, "use recover='blockwise'"
         why = "the experts of offloaded blocks are removed after the recovery"
