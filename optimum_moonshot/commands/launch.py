@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import UNSET, MoonshotError, field_text, reason, truncated_repr
-from .common import UsageError, expect
-from .method_options import CONFIG_OPTIONS, flag
+from .common import CONFIG_OPTIONS, UsageError, expect, flag
 
 # Arguments of the package for the folders that `--output` determines.
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")

@@ -21,10 +21,13 @@ from ..shrink.command import add_shrink_options, shrink
 from ..sweep.command import SWEPT, add_sweep_options, sweep
 from .common import (
     UsageError,
+    add_calibration_options,
     add_data_option,
     add_format_option,
+    add_method_options,
     add_model_options,
     add_output_options,
+    calibration_source,
     check_data,
     check_source,
     expect,
@@ -34,12 +37,12 @@ from .common import (
     load_pruner,
     loading,
     loading_options,
+    make_config,
     pruner_metric,
     remote_code,
 )
 from .evaluate import add_eval_options, evaluate
 from .launch import guard, is_first
-from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import RESUMED_HELP, Output, open_output
 
 if TYPE_CHECKING:

@@ -20,9 +20,17 @@ from filelock import Timeout
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from ..options import OF_THE_MACHINE
-from .common import UsageError, check_data, expect, find_device, load_pruner, pruner_metric, usage_errors
+from .common import (
+    UsageError,
+    calibration_source,
+    check_data,
+    expect,
+    find_device,
+    load_pruner,
+    pruner_metric,
+    usage_errors,
+)
 from .launch import is_first
-from .method_options import calibration_source
 
 if TYPE_CHECKING:
     from ..config import MoonshotConfig

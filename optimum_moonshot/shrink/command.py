@@ -5,14 +5,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..commands.common import (
+    add_calibration_options,
     add_data_option,
+    add_method_options,
     add_model_options,
     add_output_options,
     check_data,
     import_modules,
+    make_config,
     usage_errors,
 )
-from ..commands.method_options import add_calibration_options, add_method_options, make_config
 from ..commands.output import RESUMED_HELP, Output, change_and_save
 
 if TYPE_CHECKING:

@@ -6,19 +6,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..commands.common import (
+    add_calibration_options,
     add_format_option,
+    add_method_options,
     add_model_options,
     add_output_options,
+    calibration_source,
     check_data,
     expect,
     find_device,
     import_modules,
     load_pruner,
+    make_config,
     pruner_metric,
     usage_errors,
 )
 from ..commands.launch import by_first, is_first
-from ..commands.method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from ..commands.output import Output, open_output
 from ..errors import require
 

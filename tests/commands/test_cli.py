@@ -17,7 +17,7 @@ from command_line import DEMO, ROOT, failure
 
 from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.commands import launch, method_options
+from optimum_moonshot.commands import common, launch
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.commands.launch import guard
 from optimum_moonshot.errors import NO_BACKWARD, MoonshotError
@@ -35,7 +35,7 @@ def parse(*argv):
 
 def test_every_field_has_an_option():
     fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
-    assert set(method_options.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
+    assert set(common.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
 
 
 def test_help_and_reference_have_every_field_in_the_same_groups():
@@ -43,7 +43,7 @@ def test_help_and_reference_have_every_field_in_the_same_groups():
     documented = re.findall(r"^ {4}(?:\[(\w+)\]|(\w+): )", reference, re.M)
     assert [name for _, name in documented if name] == [field.name for field in dataclasses.fields(MoonshotConfig)]
     parser = argparse.ArgumentParser()
-    method_options.add_method_options(parser)
+    common.add_method_options(parser)
     groups = {group.title: [action.dest for action in group._group_actions] for group in parser._action_groups}
     expected = {"method: target": ["recipe"]}
     for heading, name in documented:
@@ -60,16 +60,16 @@ def test_help_names_every_solver():
         for name in {*solver_names(), *solver_names(Experts)}
         if solver_class(name).__module__.startswith("optimum_moonshot.")
     ]
-    assert all(name in method_options.CONFIG_OPTIONS["solver"]["help"] for name in ours)
+    assert all(name in common.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 
 @pytest.mark.parametrize("name", ["group_size", "quant_group", "damping", "num_samples", "batch_size", "seed"])
 def test_help_states_the_default(name):
-    assert f"({getattr(MoonshotConfig(pattern='2:4'), name)})" in method_options.CONFIG_OPTIONS[name]["help"]
+    assert f"({getattr(MoonshotConfig(pattern='2:4'), name)})" in common.CONFIG_OPTIONS[name]["help"]
 
 
 def test_only_explicit_options_reach_the_config(toy):
-    assert method_options.make_config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
+    assert common.make_config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
     settings = {
         "solver": "toy",
         "pattern": "structured",
@@ -105,35 +105,35 @@ def test_only_explicit_options_reach_the_config(toy):
     }
     quantizing = {"bits", "quant_group", "embedding_bits", "target_bytes", "bits_per_weight"}
     excluded = {"rotation", *quantizing}  # by pattern="structured"
-    assert set(settings) == set(method_options.CONFIG_OPTIONS) - excluded
-    quantized = method_options.make_config(parse("--pattern", "2:4", "--bits", "4", "--quant-group", "64"))
+    assert set(settings) == set(common.CONFIG_OPTIONS) - excluded
+    quantized = common.make_config(parse("--pattern", "2:4", "--bits", "4", "--quant-group", "64"))
     assert quantized == MoonshotConfig(pattern="2:4", bits=4, quant_group=64)
-    quantized = method_options.make_config(parse("--bits", "4", "--embedding-bits", "16"))
+    quantized = common.make_config(parse("--bits", "4", "--embedding-bits", "16"))
     assert quantized == MoonshotConfig(bits=4, embedding_bits=None) and quantized.embedding_grid is None
-    assert method_options.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
-    assert method_options.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
+    assert common.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
+    assert common.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
     argv = []
     for name, value in settings.items():
         if isinstance(value, dict):
-            argv += [f"{method_options.flag(name)}={option}={setting}" for option, setting in value.items()]
+            argv += [f"{common.flag(name)}={option}={setting}" for option, setting in value.items()]
             continue
         values = value if isinstance(value, tuple) else [] if value is True else [value]
-        argv += [method_options.flag(name), *map(str, values)]
-    assert method_options.make_config(parse(*argv)) == MoonshotConfig(**settings)
+        argv += [common.flag(name), *map(str, values)]
+    assert common.make_config(parse(*argv)) == MoonshotConfig(**settings)
 
 
 def test_an_allocation_is_read_from_a_file(tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(json.dumps({"mlp": 0.7, "attn": "2:4"}))
-    assert method_options.make_config(parse("--allocation", str(path))) == MoonshotConfig(
+    assert common.make_config(parse("--allocation", str(path))) == MoonshotConfig(
         allocation={"mlp": 0.7, "attn": "2:4"}
     )
     for content, words in (("[1]", "object of layers"), ("{", "Expecting"), ('{"mlp": 2}', "allocation['mlp']=2")):
         path.write_text(content)
         with pytest.raises(cli.UsageError, match=re.escape(words)):
-            method_options.make_config(parse("--allocation", str(path)))
+            common.make_config(parse("--allocation", str(path)))
     with pytest.raises(cli.UsageError, match="allocation='nowhere': neither one of uniform, owl, alpha, fisher nor"):
-        method_options.make_config(parse("--allocation", "nowhere"))
+        common.make_config(parse("--allocation", "nowhere"))
 
 
 def test_options_with_several_values_repeat():

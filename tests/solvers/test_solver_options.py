@@ -23,7 +23,7 @@ from optimum_moonshot import (
     load_pruned,
     prune_weight,
 )
-from optimum_moonshot.commands import common, method_options
+from optimum_moonshot.commands import common
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.solvers import base
@@ -139,7 +139,7 @@ def test_an_interrupted_run_resumes_with_equal_hyperparameters_only(options, not
 def parse(*argv):
     parser = cli.argparse.ArgumentParser()
     cli.add_prune_options(parser)
-    return method_options.make_config(parser.parse_args(["a/model", "--output", "out", "--sparsity", "0.5", *argv]))
+    return common.make_config(parser.parse_args(["a/model", "--output", "out", "--sparsity", "0.5", *argv]))
 
 
 def test_command_line_options_have_the_types_of_the_hyperparameters(toy):
