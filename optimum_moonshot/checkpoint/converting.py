@@ -13,8 +13,7 @@ from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, write_card
 from .compressed_tensors import export_files
 from .declared_metadata import read_declared_metadata
-from .folder import Checkpoint
-from .hub import HUB_OPTIONS
+from .folder import HUB_OPTIONS, Checkpoint
 from .loading import checkpoint_meta_model
 from .origin import copy_side_files
 from .packed_files import FORMATS, pack_files, unpack_files

@@ -30,8 +30,16 @@ from ..model.model_info import load_processor, load_tokenizer
 from ..model.offload import detach_from_files, guard_source
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from .folder import Checkpoint, check_complete
-from .hub import CHECKPOINT_OPTIONS, FILE_OPTIONS, HUB_OPTIONS, find_checkpoint, refuse_adapter, repository
+from .folder import (
+    CHECKPOINT_OPTIONS,
+    FILE_OPTIONS,
+    HUB_OPTIONS,
+    Checkpoint,
+    check_complete,
+    find_checkpoint,
+    refuse_adapter,
+    repository,
+)
 from .in_memory import to_runtime
 from .origin import Source, remember_source
 from .weight_files import EXPORT, METHOD, MoonshotPrunedCheckpoint, check_runtime, loaded_into

@@ -32,8 +32,7 @@ from ..reports.plots import PLOT_NAME
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..rotate.report import ROTATION_NAME, RotationReport
 from ..shrink.report import SHRINK_NAME, ShrinkReport
-from .folder import Checkpoint
-from .hub import HUB_OPTIONS, download_others
+from .folder import HUB_OPTIONS, Checkpoint, download_others
 from .weight_files import StoredTensors, new_names, read_header, read_tensors, target_names, write_json
 
 # The report of a run; without pruned layers, of a rotation or of a smaller vocabulary.

@@ -6,25 +6,26 @@ The first of several processes saves; the others wait.
 import inspect
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 from torch import Tensor, nn
 
 from ..distributed.sharing import on_main_process
 from ..errors import MoonshotError, check_choice, check_path, reason, require
-from ..files import replace_file, staged
+from ..files import WEIGHT_FILES, replace_file, staged
 from ..model.offload import check_not_source
 from ..model.weights import is_offloaded
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .card import Facts, render_unpruned, write_card
 from .compressed_tensors import export_files, quantized_grids
-from .hub import open_repository, upload
 from .in_memory import is_packed, to_save
 from .measuring import declared_as_measured
 from .origin import Origin, SavedReport, clear_prediction_layers, copy_weights
@@ -172,3 +173,64 @@ def _save_processors(processors: Iterable[Any], folder: Path) -> None:
             if type(error) is not Exception:
                 raise
             raise OSError(reason(error)) from error
+
+
+def open_repository(
+    repo_id: str, *, private: bool | None = None, token: str | bool | None = None, exist_ok: bool = False
+) -> str:
+    """Create a model repository, which must be empty unless `exist_ok`, and return its full name."""
+    require(isinstance(repo_id, str), 'give "user/name"', field="repo_id", value=repo_id)
+    with _explained(repo_id):
+        api = HfApi(token=token)
+        full = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        info = api.model_info(full)
+        files = [file.rfilename for file in info.siblings or () if file.rfilename != ".gitattributes"]
+        if files and not exist_ok:
+            message = f"push_to_hub: {full} exists and contains {len(files)} files, such as {files[0]}"
+            hint = "exist_ok=True adds a commit that replaces its weights"
+            raise MoonshotError(message, hint=hint)
+        if private is not None and info.private != private:
+            message = f"{full} exists and is {'private' if info.private else 'public'}"
+            hint = "change that on the Hub, or omit `private`"
+            raise MoonshotError(message, field="private", value=private, hint=hint)
+        return full
+
+
+def upload(
+    folder: str | os.PathLike[str], repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
+) -> str:
+    """Upload a folder in one commit, which also deletes weights that the folder does not contain; return its URL."""
+    with _explained(repo_id):
+        commit = HfApi(token=token).upload_folder(
+            repo_id=repo_id,
+            folder_path=Path(folder),
+            commit_message=commit_message or "Upload a model pruned by optimum-moonshot",
+            delete_patterns=list(WEIGHT_FILES),
+        )
+        return commit.commit_url
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Convert errors of the Hub and of the network to `MoonshotError`, with a hint."""
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        hint = "log in with `hf auth login`, or give `token`"
+        raise MoonshotError(f"push_to_hub: no token ({error})", hint=hint) from error
+    except HFValidationError as error:
+        raise MoonshotError(f"push_to_hub: {repo_id!r} is not the name of a repository ({error})") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        answer = error.server_message or str(error).splitlines()[0]
+        if status in (401, 403):
+            message = f"push_to_hub: the Hub refused the token for {repo_id} ({status}: {answer})"
+            hint = "log in with `hf auth login`, or give a `token` with write access"
+            raise MoonshotError(message, hint=hint) from error
+        raise MoonshotError(f"push_to_hub: the Hub answered {status} for {repo_id}: {answer}") from error
+    except (HTTPError, OSError) as error:
+        raise MoonshotError(
+            f"push_to_hub: the connection to {constants.ENDPOINT} failed ({error or type(error).__name__}); nothing "
+            f"was published in {repo_id}",
+            hint="try again",
+        ) from error

@@ -27,8 +27,7 @@ from .declared_metadata import (
     locate_weights,
     read_declared_metadata,
 )
-from .folder import Checkpoint
-from .hub import HUB_OPTIONS
+from .folder import HUB_OPTIONS, Checkpoint
 from .weight_files import EXPORT, METHOD, StoredTensors, dtype_name
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note

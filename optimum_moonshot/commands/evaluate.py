@@ -255,7 +255,7 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     """Load a model, and its tokenizer or image processor; packed layers are loaded on the device."""
     from transformers import AutoModelForCausalLM
 
-    from ..checkpoint.hub import find_checkpoint
+    from ..checkpoint.folder import find_checkpoint
     from ..checkpoint.loading import load_config, load_pruned, model_class
     from ..model.losses import has_head
     from ..model.model_info import load_processor, load_tokenizer

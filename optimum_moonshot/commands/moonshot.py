@@ -161,7 +161,7 @@ def convert(args: argparse.Namespace) -> None:
     name = args.model.rstrip("/") if Path(args.model).is_dir() else args.model.rpartition("/")[2]
     args.output = args.output or f"{name}-{args.format}"
     from .. import convert as convert_checkpoint
-    from ..checkpoint.hub import local_folder
+    from ..checkpoint.folder import local_folder
 
     folder = local_folder(args.model, whole=True)
     with open_output(args) as output:
