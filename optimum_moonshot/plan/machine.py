@@ -1,6 +1,7 @@
-"""The memory that a plan assumes: what is free besides the model, on this machine or another one."""
+"""The memory that a plan assumes, besides the model, on this machine or another one, and what exceeds it."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -12,10 +13,21 @@ from ..errors import require
 from ..model.calls import model_device
 from ..model.layers import Structure, is_on_disk
 from ..model.weights import RESIDENT
-from .memory import OffloadedBlocks, module_bytes
-from .report import DISK, HOST
+from .memory import OffloadedBlocks, RunSpec, module_bytes
+from .report import DISK, HOST, Overflow, Snapshot
 
 CPU = torch.device("cpu")
+# The options that reduce the largest item of a peak.
+HINTS = {
+    "caches": "set offload_dir, or lower max_memory, num_samples or sequence_length",
+    "statistics": 'set offload_dir, lower max_memory or num_samples, or fisher="shared", or solver="wanda"',
+    "solver": 'lower num_samples, or fisher="shared" or lam=1, or solver="wanda"',
+    "activations": "lower batch_size or sequence_length",
+    "logits": "lower batch_size or sequence_length",
+    "weights of a block": "a narrower dtype",
+    "rotated weights": "another offload_dir, or no rotation",
+    "results": "give a resume_dir",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +45,43 @@ class MachineMemory:
         return None if not any(numbers.values()) else cls(numbers["device_memory"], numbers["host_memory"])
 
     def storage(self, model: nn.Module, config: MoonshotConfig, offloaded: OffloadedBlocks | None) -> Storage:
-        """The budget of a run."""
-        device, free = _free(model, self, offloaded)
+        """The budget of a run, on the device that the model will be on."""
+        device = model_device(model)
+        meta = device.type == "meta"
+        if meta:
+            device = CPU if self.device is None else torch.device("cuda")
+        resident = module_bytes(model) - (offloaded.total if offloaded else 0)
+        free = free_memory(CPU if meta else device)
+        host = free[CPU] if self.host is None else self.host
+        if self.device is not None:
+            on_device = self.device - resident
+        else:
+            on_device = host - resident * meta if device == CPU else free[device]
+        if meta and offloaded is not None and offloaded.place == HOST:
+            host -= offloaded.total
+        sizes = {device: on_device} if device.type == "cpu" else {device: on_device, CPU: host}
+        free = {place: max(0, size) for place, size in sizes.items()}
         return Storage(device, config.max_memory_bytes, config.offload_dir, free)
+
+    def overflows(self, run: RunSpec, peaks: Sequence[Snapshot]) -> Iterator[Overflow]:
+        """The model, on another machine (on this one it is in memory already); then the peak of each phase."""
+        on_cpu, offloaded = run.storage.device.type == "cpu", run.offloaded
+        size = module_bytes(run.model) - (offloaded.total if offloaded else 0)
+        limit = self.host if self.device is None and on_cpu else self.device
+        if limit is not None and size > limit:
+            places = '"disk"' if on_cpu else '"cpu" or "disk"'
+            hint = "a narrower dtype, or a larger device"
+            hint += "" if offloaded else f"; or offload its layers: offload={places}"
+            yield Overflow(str(run.storage.device), "loading", "the model", size, limit, hint)
+        if offloaded is not None and offloaded.place == HOST and self.host and offloaded.total > self.host:
+            yield Overflow(HOST, "loading", "the model's layers", offloaded.total, self.host, f'offload="{DISK}"')
+        for place, limit in ((str(place), size) for place, size in run.storage.free.items()):
+            for phase in dict.fromkeys(peak.phase for peak in peaks):
+                peak = max((peak for peak in peaks if peak.phase == phase), key=lambda peak: peak.total(place))
+                if peak.total(place) > limit:
+                    largest = max(peak.items, key=lambda item: peak.items[item].get(place, 0))
+                    hint = HINTS.get(largest, "a machine with more memory")
+                    yield Overflow(place, phase, peak.where, peak.total(place), limit, hint)
 
 
 def offloaded_blocks(structure: Structure, offload: str | None, device: torch.device | None) -> OffloadedBlocks | None:
@@ -52,24 +98,3 @@ def offloaded_blocks(structure: Structure, offload: str | None, device: torch.de
     message = "the model is on the CPU anyway"
     require(place != HOST or device is None or is_gpu(device), message, field="offload", value="cpu", hint=hint)
     return OffloadedBlocks(max(sizes), sum(sizes), place)
-
-
-def _free(
-    model: nn.Module, machine: MachineMemory, offloaded: OffloadedBlocks | None
-) -> tuple[torch.device, dict[torch.device, int]]:
-    """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
-    device = model_device(model)
-    meta = device.type == "meta"
-    if meta:
-        device = CPU if machine.device is None else torch.device("cuda")
-    resident = module_bytes(model) - (offloaded.total if offloaded else 0)
-    free = free_memory(CPU if meta else device)
-    host = free[CPU] if machine.host is None else machine.host
-    on_device = free.get(device, 0) if machine.device is None else machine.device - resident
-    if device.type == "cpu":
-        if machine.device is None:
-            on_device = host - resident if meta else host
-        return device, {device: max(0, on_device)}
-    if meta and offloaded is not None and offloaded.place == "cpu":
-        host -= offloaded.total
-    return device, {device: max(0, on_device), CPU: max(0, host)}

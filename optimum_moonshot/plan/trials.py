@@ -1,35 +1,26 @@
-"""The memory probe and the timer of a rehearsal, and its trials of the solver on some rows of a matrix."""
+"""Measurements: the memory and the time of some work, and of a solver on some rows of a matrix."""
 
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..allocate.loss_curves import SampledRows, matrix_curve, sampled_rows, trial_patterns
-from ..allocate.run import allocated_bits
 from ..calibration.observer import LayerStatistics
-from ..devices import is_gpu, wait_for
+from ..devices import is_gpu, trim_host_memory, wait_for
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.fisher import SampleGradients
-from ..objective.grid import Grid
-from ..pipeline.solve import weight_losses
-from ..solvers.quantization import on_grid
-from .memory import Line, RunSpec, Trial
 
 # A trial has ROWS, and GROWTH times as many until it takes ENOUGH seconds, and VISIBLE times as long as with fewer:
 # from less, noise would be extrapolated to thousands of rows.
 ROWS, GROWTH, ENOUGH, VISIBLE = 8, 16, 0.3, 1.5
-
-Solve = Callable[[PrunableLayer, Tensor, LayerStatistics], object]  # solves some rows [rows, d_in] of a layer
 
 
 class LiveBytes(TorchDispatchMode):
@@ -38,7 +29,13 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.laps: list[tuple[int, int]] = []  # the peak of each lap, and the bytes alive at its end
         self._live: dict[int, weakref.ref[Any]] = {}
+
+    def lap(self) -> None:
+        """End a lap."""
+        self.laps.append((self.peak, self.now))
+        self.peak = self.now
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,69 +71,57 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def solver_of(run: RunSpec, phase: str) -> Solve | None:
-    """The solver of a calibration, or the trials of an allocation."""
-    selection, solver = run.selection, run.selection.solver
-
-    def solve(layer: PrunableLayer, weight: Tensor, statistics: LayerStatistics) -> None:
-        pattern = run.pattern(layer)
-        block = solver.column_block(weight.shape[1], pattern)
-        objective = statistics.objective(weight, selection.lam_of(layer), block)
-        (result,) = solver.solve_path(objective, [pattern])
-        result = on_grid(solver, objective, result, pattern)
-        weight_losses(objective, result.weight, result.keep, layer.parameter.dtype)
-
-    def measure(layer: PrunableLayer, weight: Tensor, statistics: LayerStatistics) -> None:
-        grids = [Grid(bits, selection.config.quant_group) for bits in allocated_bits(selection.config)]
-        matrix_curve(solver, weight.float(), statistics, trial_patterns(selection.patterns[layer.name]), grids)
-
-    return {"calibration": solve, "allocation": measure}.get(phase)
+Point = tuple[int, float]  # a count, and the seconds or bytes of so many
 
 
-def try_layer(solve: Solve, statistics: LayerStatistics, run: RunSpec, layer: PrunableLayer) -> Trial:
-    """A trial of a matrix, or of the first expert."""
-    matrix = layer.expert(0).matrix if layer.separate else layer.matrix
-    matrix = matrix[sampled_rows(layer)] if run.kind is SampledRows else matrix
-    return try_rows(partial(solve, layer), matrix, statistics, run, layer)
+def extrapolated(points: Sequence[Point], count: int) -> float:
+    """The value at a count on the line through the last two points, or through zero and a single one.
+
+    It neither falls with the count nor grows faster than the count does.
+    """
+    (few, less), (more, most) = [(0, 0.0), *points][-2:]
+    return most + min(max(0.0, most - less) / (more - few), most / more) * (count - more)
+
+
+class Trial(NamedTuple):
+    """The solver of a matrix."""
+
+    rows: int
+    seconds: float
+    sizes: Sequence[Point]  # bytes at its peak by the rows, besides the statistics
 
 
 @torch.no_grad()
 def try_rows(
-    solve: Callable[..., object], weight: Tensor, statistics: LayerStatistics, run: RunSpec, layer: PrunableLayer
+    solve: Callable[[Tensor, LayerStatistics], object],
+    weight: Tensor,
+    statistics: LayerStatistics,
+    device: torch.device,
+    layer: PrunableLayer,
 ) -> Trial:
-    """Solve more and more rows of a matrix; seconds and bytes of all lie on the line through the last two."""
-    gradients, rows = statistics.gradients, len(weight)
-    rows = gradients.count if isinstance(gradients, SampleGradients) else rows  # of a slice
-
-    def tried(count: int, probe: Any = None) -> float:
-        of_rows: Any = gradients
-        if isinstance(of_rows, SampleGradients):  # as many as in the run
-            few = of_rows.gradients[:, :count]
-            of_rows = SampleGradients(few.repeat(-(-run.samples // len(few)), 1, 1)[: run.samples])
-        elif of_rows is not None:
-            of_rows = of_rows[:count] if isinstance(of_rows, Tensor) else of_rows.part(slice(count))
-        part, matrix = dataclasses.replace(statistics, gradients=of_rows), weight[:count].contiguous()
-        with ExitStack() as stack:
-            stack.enter_context(suppress(FactorizationError))  # raised after most of the time
-            if probe is not None:
-                stack.enter_context(probe)
-            started = clock(run.device)
-            solve(matrix, part)
-        return clock(run.device) - started
-
+    """Solve more and more rows of a matrix; the seconds and bytes of all rows follow from the last two trials."""
+    gradients = statistics.gradients
+    rows = gradients.count if isinstance(gradients, SampleGradients) else len(weight)  # of a slice
     whole = layer.groups > 1 and not layer.separate  # groups of rows have their own inputs
-    count, before = rows if whole else min(rows, ROWS), (0, 0.0)
-    tried(count)  # the first one has costs of the process
-    while (taken := tried(count)) < max(ENOUGH, VISIBLE * before[1]) or not before[0]:
-        if count == rows:
-            break
-        before, count = (count, taken), min(rows, GROWTH * count)
-    growth = max(0.0, taken - before[1]) / (count - before[0])
-    most = count if whole else min(count, GROWTH * ROWS)
-    few, sizes = most if whole else max(1, most // 2), list[int]()
-    for each in (few, most):
-        live = LiveBytes()
-        tried(each, live)
-        sizes.append(live.peak)
-    seconds = taken + min(growth, taken / count) * (len(weight) - count)
-    return Trial(len(weight), seconds, Line.through((few, sizes[0]), (most, sizes[1])))
+    count, times, sizes = rows if whole else min(rows, ROWS), list[Point](), list[Point]()
+
+    def solve_some(count: int) -> None:
+        some = gradients
+        if some is not None:
+            some = some[:count] if isinstance(some, Tensor) else some.part(slice(count))
+        with suppress(FactorizationError):  # raised after most of the time
+            solve(weight[:count].contiguous(), dataclasses.replace(statistics, gradients=some))
+
+    solve_some(count)  # the first call has costs of the process
+    while not times or (count < rows and (len(times) < 2 or times[-1][1] < max(ENOUGH, VISIBLE * times[-2][1]))):
+        count = min(rows, GROWTH * count) if times else count
+        trim_host_memory()  # as between the layers of a run, whose solver then writes to new pages
+        started = clock(device)
+        solve_some(count)
+        times.append((count, clock(device) - started))
+    most = min(rows, 2 * count)  # of fewer rows all are in one slice of a solver, which would be extrapolated
+    for count in dict.fromkeys([most if whole else max(1, most // 2), most]):
+        with LiveBytes() as live:
+            solve_some(count)
+        sizes.append((count, live.peak))
+    return Trial(len(weight), extrapolated(times, len(weight)), sizes)

@@ -3,7 +3,6 @@
 import argparse
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.plan.memory import TRAINED_BYTES
 from optimum_moonshot.plan.rehearsal import Rehearsal
 from optimum_moonshot.plan.report import Snapshot, gib, peaks_of
-from optimum_moonshot.plan.run import rotation_products
 from optimum_moonshot.plan.trials import LiveBytes, try_rows
 
 N_OF_M = dict(pattern="2:4", sparsity=None)
@@ -183,10 +181,10 @@ def test_the_seconds_of_a_solver_lie_on_a_line(monkeypatch, fixed, row):
 
     monkeypatch.setattr("optimum_moonshot.plan.trials.clock", lambda device: now[0])
     (layer, *_) = select(llama(), MoonshotConfig(sparsity=0.5)).layers
-    run = SimpleNamespace(device=torch.device("cpu"), samples=8)
-    trial = try_rows(solve, torch.ones(5000, 16), LayerStatistics(torch.eye(16), None, 8), run, layer)
+    statistics = LayerStatistics(torch.eye(16), None, 8)
+    trial = try_rows(solve, torch.ones(5000, 16), statistics, torch.device("cpu"), layer)
     assert trial.seconds == pytest.approx(fixed + 5000 * row)
-    assert row < 0.1 or max(rows) <= 128
+    assert row < 0.1 or max(rows) <= 256
 
 
 @pytest.mark.parametrize("fields", [{"rotation": "learned"}, {"allocation": "fisher"}, {"recover": "gradual"}])
@@ -194,25 +192,6 @@ def test_phases_before_and_after_pruning_have_snapshots(fields):
     plan = planned(lam=0.5, **fields)
     name = {"rotation": "rotation", "allocation": "allocation", "recover": "recovery"}[next(iter(fields))]
     assert name in {snapshot.phase for snapshot in plan.snapshots}
-
-
-def test_channel_permutation_takes_time_for_n_m_patterns_alone():
-    def products(*, layers=1, neurons=24, **fields):
-        model = llama(num_hidden_layers=layers, intermediate_size=neurons)
-        return rotation_products(select(model, MoonshotConfig(**fields, rotation="learned", rotation_steps=1)))
-
-    assert products(sparsity=0.5) == products(pattern="4:4") > 0
-
-    def searching(**fields):
-        learning = {name: fields[name] for name in ("layers", "neurons") if name in fields}
-        return products(**fields) - products(sparsity=0.5, **learning)
-
-    once = searching(pattern="2:4")
-    assert searching(pattern="2:4", layers=3) == pytest.approx(3 * once) and once > 0
-    assert searching(pattern="n:4", sparsity=0.5, allocation="fisher") == once
-    assert searching(pattern="4:8") == 2 * once
-    # The cost matrix is quadratic in the number of neurons.
-    assert searching(pattern="2:4", neurons=48) == pytest.approx(4 * once)
 
 
 def test_an_overflow_names_the_option_that_fixes_it():
