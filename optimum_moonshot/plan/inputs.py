@@ -32,33 +32,27 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
     if is_given(calibration):
         options: dict[str, Any] = {"max_positions": max_positions(subject.model), "usable": usable(subject, selection)}
         return load_calibration(calibration, subject.tokenizer, **options, **sizes(selection)).batches
-    batch = None
-    if not reads_images_and_text(subject.model):
-        batch = (_images if takes_images(subject.model) else _tokens)(subject, selection)
-    if batch is None:
+    shape, generator = None, torch.Generator().manual_seed(selection.config.seed)
+    count, images, vocabulary = selection.config.num_samples, takes_images(subject.model), 0
+    if not reads_images_and_text(subject.model) and images:
+        shape = _image_shape(subject)
+    elif not reads_images_and_text(subject.model) and (vocabulary := embedded_tokens(subject.model) or 0):
+        shape = (window_length(selection.config.sequence_length, max_positions(subject.model), LONGEST_SAMPLE),)
+    if shape is None:
         message = f"plan: {type(subject.model).__name__}'s inputs cannot be made up"
         raise MoonshotError(f"{message}: give calibration batches, a list of dictionaries of model inputs")
+    if images:
+        labels = {"labels": torch.zeros(count, dtype=torch.int64)} if selection.needs_losses else {}
+        batch = {"pixel_values": torch.randn(count, *shape, generator=generator), **labels}
+    else:
+        ids = torch.randint(vocabulary, (count, *shape), generator=generator)
+        batch = {"input_ids": ids} if is_causal(subject.model) else {"input_ids": ids, "labels": ids}
     return split_batches([batch], selection.config.batch_size)
 
 
-def _tokens(subject: Subject, selection: Selection) -> Batch | None:
-    config, size = selection.config, embedded_tokens(subject.model)
-    if size is None:
-        return None
-    length = window_length(config.sequence_length, max_positions(subject.model), LONGEST_SAMPLE)
-    generator = torch.Generator().manual_seed(config.seed)
-    ids = torch.randint(size, (config.num_samples, length), generator=generator)
-    return {"input_ids": ids} if is_causal(subject.model) else {"input_ids": ids, "labels": ids}
-
-
-def _images(subject: Subject, selection: Selection) -> Batch | None:
-    count, config = selection.config.num_samples, getattr(subject.model, "config", None)
+def _image_shape(subject: Subject) -> tuple[int, ...] | None:
+    config = getattr(subject.model, "config", None)
     crop = getattr(subject.processor, "crop_size", None) or getattr(subject.processor, "size", None) or {}
     side = getattr(config, "image_size", None) or crop.get("height") or crop.get("shortest_edge")
-    if side is None:
-        return None
-    shape = side if isinstance(side, list | tuple) else (side, side)
-    generator = torch.Generator().manual_seed(selection.config.seed)
-    images = torch.randn(count, getattr(config, "num_channels", 3), *shape, generator=generator)
-    labels = {"labels": torch.zeros(count, dtype=torch.int64)} if selection.needs_losses else {}
-    return {"pixel_values": images, **labels}
+    sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
+    return None if side is None else (getattr(config, "num_channels", 3), *sides)

@@ -47,32 +47,30 @@ class MachineMemory:
     def storage(self, model: nn.Module, config: MoonshotConfig, offloaded: OffloadedBlocks | None) -> Storage:
         """The budget of a run, on the device that the model will be on."""
         device = model_device(model)
-        meta = device.type == "meta"
+        meta, resident = device.type == "meta", module_bytes(model) - (offloaded.total if offloaded else 0)
         if meta:
             device = CPU if self.device is None else torch.device("cuda")
-        resident = module_bytes(model) - (offloaded.total if offloaded else 0)
-        free = free_memory(CPU if meta else device)
-        host = free[CPU] if self.host is None else self.host
+        free = free_memory(CPU if meta else device) | ({} if self.host is None else {CPU: self.host})
+        if meta:  # it is not in memory yet
+            free[CPU] -= (
+                resident if device == CPU else (offloaded.total if offloaded and offloaded.place == HOST else 0)
+            )
         if self.device is not None:
-            on_device = self.device - resident
-        else:
-            on_device = host - resident * meta if device == CPU else free[device]
-        if meta and offloaded is not None and offloaded.place == HOST:
-            host -= offloaded.total
-        sizes = {device: on_device} if device.type == "cpu" else {device: on_device, CPU: host}
-        free = {place: max(0, size) for place, size in sizes.items()}
+            free[device] = self.device - resident
+        free = {place: max(0, free[place]) for place in dict.fromkeys([device, CPU])}
         return Storage(device, config.max_memory_bytes, config.offload_dir, free)
 
     def overflows(self, run: RunSpec, peaks: Sequence[Snapshot]) -> Iterator[Overflow]:
         """The model, on another machine (on this one it is in memory already); then the peak of each phase."""
-        on_cpu, offloaded = run.storage.device.type == "cpu", run.offloaded
+        device, offloaded = run.storage.device, run.offloaded
         size = module_bytes(run.model) - (offloaded.total if offloaded else 0)
-        limit = self.host if self.device is None and on_cpu else self.device
+        limit = self.host if self.device is None and device.type == "cpu" else self.device
         if limit is not None and size > limit:
-            places = '"disk"' if on_cpu else '"cpu" or "disk"'
-            hint = "a narrower dtype, or a larger device"
-            hint += "" if offloaded else f"; or offload its layers: offload={places}"
-            yield Overflow(str(run.storage.device), "loading", "the model", size, limit, hint)
+            places = '"disk"' if device.type == "cpu" else '"cpu" or "disk"'
+            hint = "" if offloaded else f"; or offload its layers: offload={places}"
+            yield Overflow(
+                str(device), "loading", "the model", size, limit, f"a narrower dtype, or a larger device{hint}"
+            )
         if offloaded is not None and offloaded.place == HOST and self.host and offloaded.total > self.host:
             yield Overflow(HOST, "loading", "the model's layers", offloaded.total, self.host, f'offload="{DISK}"')
         for place, limit in ((str(place), size) for place, size in run.storage.free.items()):
@@ -87,14 +85,13 @@ class MachineMemory:
 def offloaded_blocks(structure: Structure, offload: str | None, device: torch.device | None) -> OffloadedBlocks | None:
     """The offloaded blocks of a model; None if all are resident.
 
-    `offload` is "cpu" or "disk" for a model without weights; on the CPU it cannot be "cpu". None: another device.
+    `offload` is "cpu" or "disk" for a model without weights; on the CPU it cannot be "cpu". No `device`: another one.
     """
     blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
     if not blocks:
         return None
     sizes = [module_bytes(block.module) for block in blocks]
     place = offload or (DISK if is_on_disk(blocks) else HOST)
-    hint = "use offload='disk', or give device_memory"
-    message = "the model is on the CPU anyway"
-    require(place != HOST or device is None or is_gpu(device), message, field="offload", value="cpu", hint=hint)
+    possible, hint = place != HOST or device is None or is_gpu(device), "use offload='disk', or give device_memory"
+    require(possible, "the model is on the CPU anyway", field="offload", value="cpu", hint=hint)
     return OffloadedBlocks(max(sizes), sum(sizes), place)

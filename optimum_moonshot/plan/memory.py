@@ -28,8 +28,8 @@ from .trials import Trial, extrapolated
 
 # Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1
-# Bytes that `save_pretrained` copies to host memory at once, at most: of a resident model, and of an offloaded one.
-SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
+# Bytes of an offloaded model that `save_pretrained` copies to host memory at once, at most.
+STREAMED_BYTES = 500 * 10**6
 # The freed memory that a C library retains within a phase, at most: glibc's trim threshold at the end of its heap,
 # which is twice the largest tensor below 32 MiB, and as much in holes between tensors that live longer.
 RETAINED_BYTES = 128 * 2**20
@@ -210,7 +210,7 @@ class Trace:
             self.overflows.append(Overflow(self.device, "calibration", item, size + has, has, MORE_MEMORY))
 
     def _room(self) -> Bytes:
-        stored = [self.held[item] for item in ("caches", "inverses", "statistics") if item in self.held]
+        stored = [self.held[item] for item in ("caches", "statistics") if item in self.held]
         limits = {str(place): limit for place, limit in self.run.storage.limits.items()}
         return {place: max(0, limit - sum(s.get(place, 0) for s in stored)) for place, limit in limits.items()}
 
@@ -285,20 +285,16 @@ class Trace:
         return BlockPlan(block.name, len(parts), passes, {name: len(slices) for name, slices in sliced.items()})
 
     def _rotation(self) -> None:
-        """Count a pass, whose Gram matrices stay as inverses, beside a copy of the dense weights in host memory.
-
-        Rotated weights of offloaded blocks stay beside the original ones until the run ends.
+        """Count a pass beside a copy of the dense weights in host memory, or rotated weights of offloaded blocks, which
+        stay until the run ends.
         """
-        offloaded, selection, model = self.run.offloaded, self.run.selection, self.run.model
-        self.add("dense weights", HOST, 0 if offloaded is not None else sum(map(weight_bytes, selection.layers)))
-        if offloaded is not None:
-            self.add("rotated weights", offloaded.place, offloaded.total)
-        width, heads = text_setting(model, "hidden_size"), max(1, text_setting(model, "num_attention_heads"))
-        widths = [{layer.shape[1] for layer in block.layers} for block in selection.structure.blocks]
-        sizes = (d_in * (d_in if d_in == width else max(1, d_in // heads)) for each in widths for d_in in each)
-        self.store("inverses", 4 * sum(sizes))
-        self._walk(self.run.dense(GramMatrices, 1.0, selection.rotates_by_gradients), "rotation")
-        del self.held["inverses"], self.held["dense weights"]
+        run, selection = self.run, self.run.selection
+        if run.offloaded is None:
+            self.add("dense weights", HOST, sum(map(weight_bytes, selection.layers)))
+        else:
+            self.add("rotated weights", run.offloaded.place, run.offloaded.total)
+        self._walk(run.dense(GramMatrices, 1.0, selection.rotates_by_gradients), "rotation")
+        self.held.pop("dense weights", None)
 
     def _recovery(self) -> None:
         """Count two streams of hidden states, and one block in training at a time."""
@@ -317,20 +313,19 @@ class Trace:
         del self.held["streams"]
 
     def _writing(self) -> None:
-        """Count the dense weights, which are moved to host memory while pruned ones replace them; then the copied
-        tensors of a saved file. A resident model in host memory is saved without copies.
+        """Count the dense weights, which are moved to host memory while pruned ones replace them; of an offloaded model
+        the copied tensors of a saved file.
         """
-        run, offloaded = self.run, self.run.offloaded
-        self.freed = 0
-        copied = max(STREAMED_BYTES, offloaded.largest) if offloaded else SHARD_BYTES * (self.device != HOST)
-        if offloaded is None:
-            sizes = list(map(weight_bytes, run.selection.layers))
-            sizes += [parameter.nbytes for block in run.in_turn for parameter in run.trained_beside(block)]
-            self.add("dense weights", HOST, max(sizes) + (sum(sizes) if run.resumes else 0))
-            self.snapshot("writing", "the model")
-            del self.held["dense weights"], self.held["results"]
-        self.add("weights of a file", HOST, min(module_bytes(run.model), copied))
-        self.snapshot("saving", "the model")
+        run, self.freed = self.run, 0
+        if run.offloaded is not None:
+            copied = min(module_bytes(run.model), max(STREAMED_BYTES, run.offloaded.largest))
+            self.add("weights of a file", HOST, copied)
+            self.snapshot("saving", "the model")
+            return
+        sizes = list(map(weight_bytes, run.selection.layers))
+        sizes += [parameter.nbytes for block in run.in_turn for parameter in run.trained_beside(block)]
+        self.add("dense weights", HOST, max(sizes) + (sum(sizes) if run.resumes else 0))
+        self.snapshot("writing", "the model")
 
 
 def _part_bytes(spec: StatisticsSpec, part: Part) -> int:
@@ -352,6 +347,7 @@ def _solver_bytes(trial: Trial | None, layer: PrunableLayer, slices: tuple[slice
     """Bytes of the solver of a layer, or of its first slice."""
     if trial is None:  # no sample of the rehearsal has reached it
         return 0
-    if layer.separate or slices is None:
-        return extrapolated(trial.sizes, trial.rows) + weight_bytes(layer) * layer.separate
-    return extrapolated(trial.sizes, slices[0].stop) + 8 * layer.shape[0] * layer.shape[1]
+    if layer.separate:
+        return extrapolated(trial.sizes, trial.rows) + weight_bytes(layer)
+    rows, ranking = (trial.rows, 0) if slices is None else (slices[0].stop, 8 * layer.shape[0] * layer.shape[1])
+    return extrapolated(trial.sizes, rows) + ranking

@@ -1,12 +1,11 @@
 """A rehearsal of a run: its own walk over the first blocks of every kind and a few samples, under a timer and a probe
 of the memory, with some rows of every matrix solved.
 
-The other blocks return their input meanwhile. Two rehearsals differ by one block: memory.py and seconds.py multiply
+The other blocks return their input meanwhile. Two rehearsals differ by one block: memory.py and run.py multiply
 what they measure by the numbers of blocks and samples.
 """
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from ..allocate.run import allocated_bits
 from ..calibration.observer import LayerStatistics
 from ..calibration.storage import Storage
 from ..data.batches import Batch
-from ..devices import preserved_random_state, wait_for
+from ..devices import preserved_random_state
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
 from ..model.weights import RESIDENT
@@ -35,14 +34,14 @@ from ..pipeline.solve import RowStatistics, weight_losses
 from ..pipeline.walk import Stage
 from ..prune.prefix import find_prefix
 from ..solvers.quantization import on_grid
-from .memory import Rehearsed, RunSpec, module_bytes
+from .memory import Rehearsed, RunSpec
 from .trials import ENOUGH, LiveBytes, Point, Trial, clock, extrapolated, try_rows
 
 # A rehearsal has so many tokens, an image counting as IMAGE_TOKENS, and four times as many samples until it takes half
 # of ENOUGH seconds: work that does not depend on the samples is then a small part of it.
 TOKENS, IMAGE_TOKENS = 256, 64
 # Samples of the batches whose memory is measured.
-PROBED = 1, 3
+PROBED = 2, 3
 
 Solve = Callable[[RunSpec, PrunableLayer, Tensor, LayerStatistics], object]  # some rows [rows, d_in] of a layer
 
@@ -125,7 +124,6 @@ class Rehearsal:
     """Passes of some blocks of a run."""
 
     blocks: tuple[Block, ...]  # all
-    reading: float = 0.0  # seconds to read all offloaded blocks
     samples: int = 0  # that a pass has had, at most
 
     def first(self, count: int) -> tuple[Block, ...]:
@@ -143,15 +141,8 @@ class Rehearsal:
         """A rehearsal that leaves the model and the random state unchanged; its first blocks are onloaded."""
         rehearsal = cls(run.selection.structure.blocks)
         with preserved_random_state(), frozen(run.model), ExitStack() as stack:
-            if run.offloaded is not None:
-                started, first = time.perf_counter(), rehearsal.first(2)
-                for block in first:
-                    stack.enter_context(block.onloaded())
-                    for tensor in (*block.module.parameters(), *block.module.buffers()):
-                        tensor.sum()  # a mapped file is read on first access
-                wait_for(run.storage.device)
-                share = run.offloaded.total / sum(module_bytes(block.module) for block in first)
-                rehearsal.reading = (time.perf_counter() - started) * share
+            for block in rehearsal.first(2):
+                stack.enter_context(block.onloaded())
             yield rehearsal
 
     def note(self, run: RunSpec) -> str:
@@ -162,7 +153,7 @@ class Rehearsal:
 
     def of(self, run: RunSpec, phase: str) -> Rehearsed:
         """Rehearse a phase of a run, which extends "calibration"."""
-        batch = run.calibration.batches[0]
+        batch, one, two = run.calibration.batches[0], len(self.first(1)), len(self.first(2))
         length = batch["input_ids"].shape[1] if "input_ids" in batch else IMAGE_TOKENS
         samples = min(run.count, max(1, TOKENS // length))
         trials = self._passed(run, 1, min(run.count, 2 * samples), SOLVERS.get(phase)).trials
@@ -172,16 +163,15 @@ class Rehearsal:
             storage: Any = self._passed(run, 2, probed, None, live).backoff.storage
             (head, caches), *peaks = live.laps
             heads.append((probed, head - caches))
-            visits.append((probed, max(0, max(peak for peak, _ in peaks) - caches - storage.statistics)))
-        while (one := self._timed(run, 1, samples)) < ENOUGH / 2 and samples < run.count:
+            visits.append((probed, max(0, max((peak for peak, _ in peaks), default=0) - caches - storage.statistics)))
+        while (taken := self._timed(run, 1, samples)) < ENOUGH / 2 and samples < run.count:
             samples = min(run.count, 4 * samples)
-        times = [(run.turns(len(self.first(1))), one)]
-        if run.extras is not None and len(self.first(2)) > len(self.first(1)):
-            times.append((run.turns(len(self.first(2))), self._timed(run, 2, samples)))
-            one = extrapolated(times, run.turns(len(self.blocks)))
+        times, passes = [(run.turns(one), taken)], run.count / samples
+        if run.extras is not None and two > one:
+            times.append((run.turns(two), self._timed(run, 2, samples)))
         return Rehearsed(
-            seconds=one * run.count / samples,
-            around=extrapolated(times, 0) * run.count / samples,
+            seconds=extrapolated(times, run.turns(one if run.extras is None else len(self.blocks))) * passes,
+            around=extrapolated(times, 0) * passes,
             head=extrapolated(heads, run.batch),
             visit=extrapolated(visits, run.batch),
             statistics=storage.statistics,

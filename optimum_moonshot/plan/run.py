@@ -5,6 +5,7 @@ tokenized yet counts as `num_samples` windows of `sequence_length` tokens, the m
 """
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,7 +32,7 @@ from .trials import clock
 
 # Host memory of the libraries that read and tokenize text.
 TEXT_BYTES = 48 * 2**20
-# Bytes per second that a disk is assumed to write.
+# Bytes per second that a disk is assumed to read and write.
 DISK_RATE = 500e6
 # Products of a step of learning a rotation, by those of a weight with a token in a pass forward and backward.
 LEARNING_PRODUCTS = 0.75
@@ -49,16 +50,9 @@ def make_plan(
     machine: MachineMemory | None = None,
     offload: str | None = None,
 ) -> Plan:
-    """Plan a run.
+    """Plan a run, as `MoonshotPruner.plan`; `offload` is where the blocks of a model without weights would be.
 
-    Args:
-        subject: the model, which may be on the meta device, and its tokenizer or processor.
-        config: of the run.
-        calibration: batches of model inputs; anything else counts as text, or images, of full length.
-        forward: (model, inputs) → output, or None for a plain call.
-        resumes: whether the results of the run are written to a folder.
-        machine: memory of another machine; None is this one.
-        offload: "cpu" or "disk", where the blocks of a model without weights would be offloaded to.
+    `resumes` says whether results are written to a folder; `machine` is the memory of another machine.
 
     Raises:
         MoonshotError: the run is not possible with the model or the data, or cannot be planned.
@@ -77,11 +71,11 @@ def make_plan(
             trace.add("reading text", HOST, TEXT_BYTES if text else 0)
             passes = trace.all()
             if rehearsal is not None and machine is None:
-                seconds = seconds_of(trace, ready, rehearsal.reading)
+                seconds = seconds_of(trace, ready)
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     peaks = peaks_of(trace.snapshots, [*dict.fromkeys([str(run.storage.device), *free]), DISK])
     estimate = rehearsal.note(run) if rehearsal else "an estimate by the shapes of the layers, without weights"
-    data, offloaded = run.calibration, run.offloaded
+    data, offloaded, left_out = run.calibration, run.offloaded, notes_of(run, bool(seconds))
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
         model={
@@ -103,7 +97,7 @@ def make_plan(
         snapshots=peaks,
         seconds=seconds,
         overflows=(*trace.overflows, *limits.overflows(run, peaks)),
-        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes, estimate])),
+        notes=tuple(dict.fromkeys([*subject.notes, *selection.notes, *data.notes, *left_out, estimate])),
     )
 
 
@@ -148,8 +142,8 @@ def describe_run(
     )
 
 
-def seconds_of(trace: Trace, ready: float, reading: float) -> dict[str, float]:
-    """The seconds of every phase, and in "total"; `ready` are those before, `reading` those of all blocks."""
+def seconds_of(trace: Trace, ready: float) -> dict[str, float]:
+    """The seconds of every phase, and in "total"; `ready` are those before."""
     run, config, phases = trace.run, trace.run.selection.config, trace.phases
     seconds = {name: rehearsed.seconds for name, rehearsed in phases.items()}
     if config.rotation is not None:
@@ -159,15 +153,13 @@ def seconds_of(trace: Trace, ready: float, reading: float) -> dict[str, float]:
     seconds["calibration"] += ready
     seconds["solver"] = _solving(run, phases["calibration"])
     if config.recover is not None:
-        # A step passes forward and backward, a rehearsed pass twice forward; the streams and losses forward alone. A
-        # distillation has a teacher and a head besides.
-        seconds["recovery"] -= 0 if config.distills else phases["recovery"].around
+        # A step passes forward and backward, a rehearsed pass twice forward; the streams and losses forward alone.
         passes = 0.75 * config.recovery_steps * STEP_SAMPLES / run.count + 1
-        seconds["recovery"] *= passes * (2 if config.distills else 1)
+        seconds["recovery"] = passes * (seconds["recovery"] - phases["recovery"].around)
         seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
     if run.offloaded is not None:
         reads = READS if config.rotation is None else READS + ROTATION_READS + config.rotation_steps
-        seconds["reading"] = reading * reads
+        seconds["reading"] = reads * run.offloaded.total / DISK_RATE
     seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
     return {**seconds, "total": sum(seconds.values())}
 
@@ -180,8 +172,21 @@ def _solving(run: RunSpec, rehearsed: Rehearsed) -> float:
 
 def _learning_passes(run: RunSpec) -> float:
     """Learning a rotation in passes over the data: a step multiplies each weight with as many vectors as it is wide."""
-    config, layers = run.selection.config, [layer for layer in run.selection.layers if layer.groups == 1]
-    width = max((layer.shape[1] for layer in layers), default=0)
-    rows = [min(layer.shape[0], config.rotation_rows or layer.shape[0]) for layer in layers]
-    share = sum(rows) / max(1, sum(layer.shape[0] for layer in layers))
-    return LEARNING_PRODUCTS * config.rotation_steps * share * width / (run.count * (run.tokens or IMAGE_TOKENS))
+    width = max((layer.shape[1] for layer in run.selection.layers if layer.groups == 1), default=0)
+    tokens = run.count * (run.tokens or IMAGE_TOKENS)
+    return LEARNING_PRODUCTS * run.selection.config.rotation_steps * width / tokens
+
+
+def notes_of(run: RunSpec, timed: bool) -> Iterator[str]:
+    """What the estimate leaves out or assumes; without seconds if it has none."""
+    config = run.selection.config
+    if config.distills:
+        yield "estimated as a recovery block by block: training end to end, where the memory suffices, takes more"
+    if config.rotation is not None:
+        yield "without the inverses of a rotation's Gram matrices"
+    if timed and config.rotation is not None:
+        yield "without the seconds of permuting channels for n:m patterns; all rows of the weights learn the rotation"
+    if timed and config.recover is not None:
+        yield "seconds of all steps of the recovery, which ends earlier where the held-out loss does not improve"
+    if timed and run.offloaded is not None:
+        yield f"seconds of reading and saving at {DISK_RATE / 1e6:.0f} MB/s"
