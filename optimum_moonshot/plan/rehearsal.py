@@ -40,7 +40,7 @@ from .trials import ENOUGH, LiveBytes, Point, Trial, clock, extrapolated, try_ro
 # A rehearsal has so many tokens, an image counting as IMAGE_TOKENS, and four times as many samples until it takes half
 # of ENOUGH seconds: work that does not depend on the samples is then a small part of it.
 TOKENS, IMAGE_TOKENS = 256, 64
-# Samples of the batches whose memory is measured.
+# Samples of the two batches whose memory is measured.
 PROBED = 2, 3
 
 Solve = Callable[[RunSpec, PrunableLayer, Tensor, LayerStatistics], object]  # some rows [rows, d_in] of a layer
@@ -173,7 +173,8 @@ class Rehearsal:
             seconds=extrapolated(times, run.turns(one if run.extras is None else len(self.blocks))) * passes,
             around=extrapolated(times, 0) * passes,
             head=extrapolated(heads, run.batch),
-            visit=extrapolated(visits, run.batch),
+            # The peak with the statistics and that with the most activations may be different moments.
+            visit=max(extrapolated(visits, run.batch), (visits[-1][1] - visits[0][1]) * run.batch),
             statistics=storage.statistics,
             hidden=storage.largest / probed,
             trials=trials,
