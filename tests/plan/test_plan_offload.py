@@ -59,7 +59,7 @@ def test_offloading_changes_only_where_weights_and_results_are(name, lam, tmp_pa
 )
 def test_the_planned_peak_matches_the_run(fields, tmp_path):
     pruner = opened(saved(tmp_path / "dense"), **fields)
-    batches = token_batches(samples=8, length=24)
+    batches = token_batches(samples=8, length=24, size=4)
     plan = pruner.plan(batches)
     with LiveBytes() as live:
         pruner.prune(batches, progress=False)
