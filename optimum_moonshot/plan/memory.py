@@ -28,8 +28,8 @@ from .trials import Trial, extrapolated
 
 # Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1
-# Bytes of an offloaded model that `save_pretrained` copies to host memory at once, at most.
-STREAMED_BYTES = 500 * 10**6
+# Bytes that `save_pretrained` copies to host memory at once, at most: of a resident model, and of an offloaded one.
+SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 # The freed memory that a C library retains within a phase, at most: glibc's trim threshold at the end of its heap,
 # which is twice the largest tensor below 32 MiB, and as much in holes between tensors that live longer.
 RETAINED_BYTES = 128 * 2**20
@@ -313,19 +313,19 @@ class Trace:
         del self.held["streams"]
 
     def _writing(self) -> None:
-        """Count the dense weights, which are moved to host memory while pruned ones replace them; of an offloaded model
-        the copied tensors of a saved file.
+        """Count the dense weights, which are moved to host memory while pruned ones replace them; then the copied
+        tensors of a saved file. A resident model in host memory is saved without copies.
         """
-        run, self.freed = self.run, 0
-        if run.offloaded is not None:
-            copied = min(module_bytes(run.model), max(STREAMED_BYTES, run.offloaded.largest))
-            self.add("weights of a file", HOST, copied)
-            self.snapshot("saving", "the model")
-            return
-        sizes = list(map(weight_bytes, run.selection.layers))
-        sizes += [parameter.nbytes for block in run.in_turn for parameter in run.trained_beside(block)]
-        self.add("dense weights", HOST, max(sizes) + (sum(sizes) if run.resumes else 0))
-        self.snapshot("writing", "the model")
+        run, offloaded, self.freed = self.run, self.run.offloaded, 0
+        copied = max(STREAMED_BYTES, offloaded.largest) if offloaded else SHARD_BYTES * (self.device != HOST)
+        if offloaded is None:
+            sizes = list(map(weight_bytes, run.selection.layers))
+            sizes += [parameter.nbytes for block in run.in_turn for parameter in run.trained_beside(block)]
+            self.add("dense weights", HOST, max(sizes) + (sum(sizes) if run.resumes else 0))
+            self.snapshot("writing", "the model")
+            del self.held["dense weights"], self.held["results"]
+        self.add("weights of a file", HOST, min(module_bytes(run.model), copied))
+        self.snapshot("saving", "the model")
 
 
 def _part_bytes(spec: StatisticsSpec, part: Part) -> int:
