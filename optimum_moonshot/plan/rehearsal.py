@@ -1,8 +1,8 @@
 """A rehearsal of a run: its own walk over the first blocks of every kind and a few samples, under a timer and a probe
 of the memory, with some rows of every matrix solved.
 
-The other blocks return their input meanwhile. Two rehearsals differ by one block: memory.py and run.py multiply
-what they measure by the numbers of blocks and samples.
+The other blocks return their input meanwhile. Two rehearsals differ by one block or one sample: their difference is
+multiplied by the numbers of blocks and samples.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ SOLVERS: dict[str, Solve] = {"calibration": _prune, "allocation": _measure_curve
 
 
 class _Collecting(Task):
-    """Passes the data for all layers, with memory for all samples if `full`; `solve` tries the first of every shape."""
+    """Passes the data for all layers, with memory for `samples`; `solve` tries the first layer of every shape."""
 
     def __init__(self, run: RunSpec, cut: RunSpec, samples: list[Batch] | None, solve: Solve | None):
         self.run, self.trial, self.done, self.trials = run, solve, set[str](), dict[Any, Trial]()

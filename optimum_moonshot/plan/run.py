@@ -178,7 +178,7 @@ def _learning_passes(run: RunSpec) -> float:
 
 
 def notes_of(run: RunSpec, timed: bool) -> Iterator[str]:
-    """What the estimate leaves out or assumes; without seconds if it has none."""
+    """The parts of a run that the estimate leaves out or assumes; `timed` says whether it has seconds."""
     config = run.selection.config
     if config.distills:
         yield "estimated as a recovery block by block: training end to end, where the memory suffices, takes more"
