@@ -1,16 +1,25 @@
-"""The batches of a plan: those of the caller, or random ones of the same size."""
+"""The run that a plan estimates, with batches of the caller or random ones of the same size."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from ..data.batches import Batch, split_batches
+from ..data.batches import Batch, split_batches, take
 from ..data.text import LONGEST_SAMPLE, load_calibration, window_length
 from ..errors import MoonshotError
+from ..model.calls import frozen, model_device, to_device
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images
-from ..pipeline.calibration_data import usable
+from ..pipeline.backoff import Backoff
+from ..pipeline.block_sequences import without_weights
+from ..pipeline.calibration_data import usable, with_room
+from ..pipeline.inputs import prepare
+from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
+from ..prune.prefix import runs_forward
+from .machine import MachineMemory, offloaded_blocks
+from .memory import RunSpec
 
 
 def is_given(calibration: Any) -> bool:
@@ -48,6 +57,47 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
         ids = torch.randint(vocabulary, (count, *shape), generator=generator)
         batch = {"input_ids": ids} if is_causal(subject.model) else {"input_ids": ids, "labels": ids}
     return split_batches([batch], selection.config.batch_size)
+
+
+def describe_run(
+    subject: Subject, selection: Selection, batches: list[Batch], machine: MachineMemory, offload: str | None
+) -> RunSpec:
+    """Describe a run, load its data in batches, and find with which extras its blocks can return their input.
+
+    Raises `MoonshotError` for a run that cannot be planned.
+    """
+    model, device, blocks = subject.model, model_device(subject.model), selection.structure.blocks
+    offloaded = offloaded_blocks(selection.structure, offload, device if machine.device is None else None)
+    storage, in_turn, extras = machine.storage(model, selection.config, offloaded), blocks, None
+    if device.type != "meta" and offloaded is None:
+        prepared = prepare(subject, selection, batches)
+        with frozen(model):
+            tested = block_sequences(prepared, selection.needs_gradients).sequential
+        data, in_turn = prepared.calibration, tuple(block for sequence in tested for block in sequence.blocks)
+        extras = next((sequence.extras for sequence in tested if sequence.blocks == blocks), None)
+    else:
+        data = with_room(load_calibration(batches, None, **sizes(selection)), selection, model)
+        if selection.needs_losses and any(layer.separate for layer in selection.layers):
+            data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
+        if device.type != "meta":
+            probe = without_weights(model, blocks, to_device(take(data.batches[0], 0, 1), device))
+            if probe is None:
+                hint = "without `offload` they can be pruned, and planned"
+                raise MoonshotError("plan: the model's blocks are not sequential", hint=hint)
+            extras = probe.extras
+    forward = (extras is not None or device.type == "meta") and runs_forward(selection)
+    return RunSpec(
+        subject,
+        selection,
+        data,
+        storage,
+        Backoff(storage),
+        in_turn=in_turn,
+        extras=extras,
+        offloaded=offloaded,
+        gradients=selection.needs_gradients,
+        forward=forward,
+    )
 
 
 def _image_shape(subject: Subject) -> tuple[int, ...] | None:

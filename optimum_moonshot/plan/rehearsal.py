@@ -12,14 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..allocate.loss_curves import SampledRows, matrix_curve, sampled_rows, trial_patterns
 from ..allocate.run import allocated_bits
 from ..calibration.observer import LayerStatistics
-from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..devices import preserved_random_state
 from ..model.calls import frozen
@@ -35,7 +33,7 @@ from ..pipeline.walk import Stage
 from ..prune.prefix import find_prefix
 from ..solvers.quantization import on_grid
 from .memory import Rehearsed, RunSpec
-from .trials import ENOUGH, LiveBytes, Point, Trial, clock, extrapolated, try_rows
+from .trials import ENOUGH, LiveBytes, Point, RoomyStorage, Trial, clock, extrapolated, try_rows
 
 # A rehearsal has so many tokens, an image counting as IMAGE_TOKENS, and four times as many samples until it takes half
 # of ENOUGH seconds: work that does not depend on the samples is then a small part of it.
@@ -44,19 +42,6 @@ TOKENS, IMAGE_TOKENS = 256, 64
 PROBED = 2, 3
 
 Solve = Callable[[RunSpec, PrunableLayer, Tensor, LayerStatistics], object]  # some rows [rows, d_in] of a layer
-
-
-class _Roomy(Storage):
-    """Has room for everything on the device, and divides the layers by the limit of a run; records what it gives."""
-
-    largest = statistics = 0  # bytes of the largest tensor of a cache, and of all statistics at their peak
-
-    def place(self, size: int, cache: bool = False) -> torch.device:
-        if cache:
-            self.largest = max(self.largest, size)
-        else:
-            self.statistics = max(self.statistics, self.used[self.device] - self.cached + size)
-        return self.device
 
 
 def _norms(output: Any, batch: Batch) -> Tensor:
@@ -220,6 +205,6 @@ class Rehearsal:
                 changes["block_probe"] = BlockProbe([extra for block, extra in pairs if block in blocks], {}, {})
             if run.gradients and not run.selection.needs_losses:
                 changes["subject"] = dataclasses.replace(run.subject, loss=_norms)  # a recovery needs no labels
-            storage = _Roomy(run.storage.device, run.selection.config.max_memory_bytes, None, run.storage.free)
+            storage = RoomyStorage(run.storage.device, run.selection.config.max_memory_bytes, None, run.storage.free)
             changes |= {"storage": storage, "backoff": Backoff(storage), "data": run.calibration.spread(samples)}
             yield dataclasses.replace(run, **changes)

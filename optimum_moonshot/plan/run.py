@@ -10,21 +10,14 @@ from contextlib import nullcontext
 from typing import Any
 
 from ..config import MoonshotConfig
-from ..data.batches import Batch, split_batches, take
-from ..data.text import load_calibration
-from ..errors import MoonshotError, require
-from ..model.calls import Forward, called_by, frozen, model_device, to_device
+from ..errors import require
+from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
-from ..pipeline.backoff import Backoff
-from ..pipeline.block_sequences import without_weights
-from ..pipeline.calibration_data import with_room
-from ..pipeline.inputs import prepare
-from ..pipeline.model_pipeline import block_sequences
-from ..pipeline.selection import Selection, Subject, select
-from ..prune.prefix import runs_forward
+from ..pipeline.selection import Subject, select
 from ..recover.tuning import STEP_SAMPLES
-from .inputs import example_batches, is_given, sizes
-from .machine import MachineMemory, offloaded_blocks
+from ..rotate.learning import learning_size
+from .inputs import describe_run, example_batches, is_given
+from .machine import MachineMemory
 from .memory import Rehearsed, RunSpec, Trace, module_bytes
 from .rehearsal import IMAGE_TOKENS, Rehearsal
 from .report import DISK, HOST, Plan, peaks_of
@@ -101,47 +94,6 @@ def make_plan(
     )
 
 
-def describe_run(
-    subject: Subject, selection: Selection, batches: list[Batch], machine: MachineMemory, offload: str | None
-) -> RunSpec:
-    """Describe a run, load its data in batches, and find with which extras its blocks can return their input.
-
-    Raises `MoonshotError` for a run that cannot be planned.
-    """
-    model, device, blocks = subject.model, model_device(subject.model), selection.structure.blocks
-    offloaded = offloaded_blocks(selection.structure, offload, device if machine.device is None else None)
-    storage, in_turn, extras = machine.storage(model, selection.config, offloaded), blocks, None
-    if device.type != "meta" and offloaded is None:
-        prepared = prepare(subject, selection, batches)
-        with frozen(model):
-            tested = block_sequences(prepared, selection.needs_gradients).sequential
-        data, in_turn = prepared.calibration, tuple(block for sequence in tested for block in sequence.blocks)
-        extras = next((sequence.extras for sequence in tested if sequence.blocks == blocks), None)
-    else:
-        data = with_room(load_calibration(batches, None, **sizes(selection)), selection, model)
-        if selection.needs_losses and any(layer.separate for layer in selection.layers):
-            data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-        if device.type != "meta":
-            probe = without_weights(model, blocks, to_device(take(data.batches[0], 0, 1), device))
-            if probe is None:
-                hint = "without `offload` they can be pruned, and planned"
-                raise MoonshotError("plan: the model's blocks are not sequential", hint=hint)
-            extras = probe.extras
-    forward = (extras is not None or device.type == "meta") and runs_forward(selection)
-    return RunSpec(
-        subject,
-        selection,
-        data,
-        storage,
-        Backoff(storage),
-        in_turn=in_turn,
-        extras=extras,
-        offloaded=offloaded,
-        gradients=selection.needs_gradients,
-        forward=forward,
-    )
-
-
 def seconds_of(trace: Trace, ready: float) -> dict[str, float]:
     """The seconds of every phase, and in "total"; `ready` are those before."""
     run, config, phases = trace.run, trace.run.selection.config, trace.phases
@@ -158,7 +110,11 @@ def seconds_of(trace: Trace, ready: float) -> dict[str, float]:
         seconds["recovery"] = passes * (seconds["recovery"] - phases["recovery"].around)
         seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
     if run.offloaded is not None:
-        reads = READS if config.rotation is None else READS + ROTATION_READS + config.rotation_steps
+        reads = (
+            READS
+            if config.rotation is None
+            else READS + ROTATION_READS + learning_size(config, run.selection.layers)[0]
+        )
         seconds["reading"] = reads * run.offloaded.total / DISK_RATE
     seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
     return {**seconds, "total": sum(seconds.values())}
@@ -171,10 +127,13 @@ def _solving(run: RunSpec, rehearsed: Rehearsed) -> float:
 
 
 def _learning_passes(run: RunSpec) -> float:
-    """Learning a rotation in passes over the data: a step multiplies each weight with as many vectors as it is wide."""
-    width = max((layer.shape[1] for layer in run.selection.layers if layer.groups == 1), default=0)
+    """Learning a rotation in passes over the data: a step multiplies sampled weights with as many vectors as d_in."""
+    layers, (steps, rows) = run.selection.layers, learning_size(run.selection.config, run.selection.layers)
+    shapes = [layer.shape for layer in layers if layer.groups == 1]
+    width = max((d_in for _, d_in in shapes), default=0)
+    sampled = sum(min(d_out, rows or d_out) * d_in for d_out, d_in in shapes)
     tokens = run.count * (run.tokens or IMAGE_TOKENS)
-    return LEARNING_PRODUCTS * run.selection.config.rotation_steps * width / tokens
+    return LEARNING_PRODUCTS * steps * width / tokens * sampled / max(1, sum(d_out * d_in for d_out, d_in in shapes))
 
 
 def notes_of(run: RunSpec, timed: bool) -> Iterator[str]:
@@ -185,7 +144,7 @@ def notes_of(run: RunSpec, timed: bool) -> Iterator[str]:
     if config.rotation is not None:
         yield "without the inverses of a rotation's Gram matrices"
     if timed and config.rotation is not None:
-        yield "without the seconds of permuting channels for n:m patterns; all rows of the weights learn the rotation"
+        yield "without the seconds of permuting channels for n:m patterns"
     if timed and config.recover is not None:
         yield "seconds of all steps of the recovery, which ends earlier where the held-out loss does not improve"
     if timed and run.offloaded is not None:

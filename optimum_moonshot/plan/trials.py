@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..calibration.observer import LayerStatistics
+from ..calibration.storage import Storage
 from ..devices import is_gpu, trim_host_memory, wait_for
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
@@ -21,6 +22,19 @@ from ..objective.fisher import SampleGradients
 # A trial has ROWS, and GROWTH times as many until it takes ENOUGH seconds, and VISIBLE times as long as with fewer:
 # from less, noise would be extrapolated to thousands of rows.
 ROWS, GROWTH, ENOUGH, VISIBLE = 8, 16, 0.3, 1.5
+
+
+class RoomyStorage(Storage):
+    """Has room for everything on the device, and divides the layers by the limit of a run; records what it gives."""
+
+    largest = statistics = 0  # bytes of the largest tensor of a cache, and of all statistics at their peak
+
+    def place(self, size: int, cache: bool = False) -> torch.device:
+        if cache:
+            self.largest = max(self.largest, size)
+        else:
+            self.statistics = max(self.statistics, self.used[self.device] - self.cached + size)
+        return self.device
 
 
 class LiveBytes(TorchDispatchMode):
