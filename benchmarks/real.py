@@ -54,6 +54,8 @@ METHODS = {
     "ALPS, shared": {"solver": "alps", "lam": 0.9, "fisher": "shared"},
     "fast": {"recipe": "fast"},
     "one-shot": {"recipe": "one-shot"},
+    "one-shot, equal weights": {"recipe": "one-shot", "rotation_weights": "equal"},
+    "one-shot, all rows": {"recipe": "one-shot", "rotation_rows": 2**20, "rotation_steps": 100},
     "recovered": {"recipe": "recovered"},
 }
 METHODS |= {f"{name}, dense statistics": {**fields, **DENSE} for name, fields in METHODS.items() if name != "magnitude"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers as hf
 from expert_removal import settled
-from marks import slow
 from models import token_batches
 from removed_experts import logits
 from tiny_mixtures import FAMILIES, experts, family
@@ -91,7 +90,8 @@ def test_the_smaller_model_computes_what_the_masked_dense_model_does(name, tmp_p
     torch.testing.assert_close(logits(loaded, BATCHES[0]), masked, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", slow("gpt_oss")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_process_without_this_package_loads_the_smaller_model(name, tmp_path):
     pruner = pruned(settled(family(name).float()))
     masked = logits(pruner.model, BATCHES[0])

@@ -267,7 +267,7 @@ def test_training_stops_early():
     assert block.steps < 100 and f"stopped after {block.steps} of 100 steps" in block.notes
 
 
-@pytest.mark.parametrize("rotation", [None, "learned"])
+@pytest.mark.parametrize("rotation", [None, slow("learned")])
 def test_an_offloaded_model_gives_the_same_weights(rotation, tmp_path):
     make("llama-tied-biased").save_pretrained(tmp_path / "dense")
     changes = {**SETTINGS, "lam": 1.0, "num_samples": 8, "rotation": rotation, "rotation_steps": 2}

@@ -67,6 +67,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(changes, tmp_path, monkeypatch):
     assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
 
 
+@pytest.mark.slow
 def test_shrinking_trains_routers_after_experts_and_neurons_are_removed():
     """The decision does not depend on the recovery."""
     models = []

@@ -168,6 +168,7 @@ def test_generation_and_gradients_of_embedded_inputs():
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_one_graph_for_the_compiler():
     pruner = quantized("llama-tied-biased", torch.float32)
     expected = outputs(pruner.model)

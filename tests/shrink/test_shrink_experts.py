@@ -181,6 +181,7 @@ def test_experts_that_cannot_leave_stay_with_the_reason(monkeypatch):
     assert "as many experts as before" in report.refused["experts"]
 
 
+@pytest.mark.slow
 def test_measurements_of_experts_serve_a_repeated_run(monkeypatch, tmp_path):
     _, _, first = shrunk_in(tmp_path)
 

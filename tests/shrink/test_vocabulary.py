@@ -174,6 +174,7 @@ def in_a_fresh_process(folder, prompt):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_generation_is_equal_token_for_token_in_a_fresh_process(tmp_path):
     prompt = "The old man looked at the sea, and"
     ids, text = in_a_fresh_process(DEMO, prompt)
@@ -375,6 +376,7 @@ def test_a_second_table_of_tokens_is_noticed(tmp_path):
         MoonshotPruner(model, tokenizer=tokenizer).shrink(vocabulary=TEXTS, progress=False)
 
 
+@pytest.mark.slow
 def test_a_rotated_model_notes_its_vocabulary(tmp_path):
     pruner = MoonshotPruner.from_pretrained(DEMO, MoonshotConfig(pattern="2:4", rotation="heads", **FEW))
     pruner.rotate(CALIBRATION, progress=False)
