@@ -3,7 +3,7 @@ numbers of blocks and samples. The layers are divided by the run's own `partitio
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import dropwhile
 from math import inf
@@ -24,7 +24,6 @@ from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..recover.student import changes_structure, trainable
 from ..recover.tuning import part_size
 from .report import DISK, HOST, BlockPlan, Bytes, Overflow, Snapshot
-from .trials import Trial, extrapolated
 
 # Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1
@@ -33,6 +32,26 @@ SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 # The freed memory that a C library retains within a phase, at most: glibc's trim threshold at the end of its heap,
 # which is twice the largest tensor below 32 MiB, and as much in holes between tensors that live longer.
 RETAINED_BYTES = 128 * 2**20
+
+
+Point = tuple[int, float]  # a count, and the seconds or bytes of so many
+
+
+def extrapolated(points: Sequence[Point], count: int) -> float:
+    """The value at a count on the line through the last two points, or through zero and a single one.
+
+    It neither falls with the count nor grows faster than the count does.
+    """
+    (few, less), (more, most) = [(0, 0.0), *points][-2:]
+    return most + min(max(0.0, most - less) / (more - few), most / more) * (count - more)
+
+
+class Trial(NamedTuple):
+    """The solver of a matrix."""
+
+    rows: int
+    seconds: float
+    sizes: Sequence[Point]  # bytes at its peak by the rows, besides the statistics
 
 
 class Rehearsed(NamedTuple):

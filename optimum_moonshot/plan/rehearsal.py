@@ -7,33 +7,25 @@ multiplied by the numbers of blocks and samples.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..allocate.loss_curves import SampledRows, matrix_curve, sampled_rows, trial_patterns
-from ..allocate.run import allocated_bits
-from ..calibration.observer import LayerStatistics
 from ..data.batches import Batch
 from ..devices import preserved_random_state
 from ..model.calls import frozen
-from ..model.layers import Block, PrunableLayer
+from ..model.layers import Block
 from ..model.weights import RESIDENT
-from ..objective.grid import Grid
 from ..pipeline.backoff import Backoff
 from ..pipeline.block_sequences import passing_on
 from ..pipeline.inputs import BlockProbe
-from ..pipeline.loop import Task, run_pipeline, solve_parts
-from ..pipeline.solve import RowStatistics, weight_losses
+from ..pipeline.loop import run_pipeline, solve_parts
 from ..pipeline.walk import Stage
-from ..prune.prefix import find_prefix
-from ..solvers.quantization import on_grid
-from .memory import Rehearsed, RunSpec
-from .trials import ENOUGH, LiveBytes, Point, RoomyStorage, Trial, clock, extrapolated, try_rows
+from .memory import Point, Rehearsed, RunSpec, extrapolated
+from .trials import ENOUGH, SOLVERS, LiveBytes, RoomyStorage, Solve, TrialTask, clock
 
 # A rehearsal has so many tokens, an image counting as IMAGE_TOKENS, and four times as many samples until it takes half
 # of ENOUGH seconds: work that does not depend on the samples is then a small part of it.
@@ -41,67 +33,11 @@ TOKENS, IMAGE_TOKENS = 256, 64
 # Samples of the two batches whose memory is measured.
 PROBED = 2, 3
 
-Solve = Callable[[RunSpec, PrunableLayer, Tensor, LayerStatistics], object]  # some rows [rows, d_in] of a layer
-
 
 def _norms(output: Any, batch: Batch) -> Tensor:
     """A loss of every sample without labels."""
     result = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return result.float().flatten(1).square().mean(1)
-
-
-def _prune(run: RunSpec, layer: PrunableLayer, weight: Tensor, statistics: LayerStatistics) -> None:
-    selection, solver, pattern = run.selection, run.selection.solver, run.selection.pattern_of(layer)
-    objective = statistics.objective(weight, selection.lam_of(layer), solver.column_block(weight.shape[1], pattern))
-    (result,) = solver.solve_path(objective, [pattern])
-    result = on_grid(solver, objective, result, pattern)
-    weight_losses(objective, result.weight, result.keep, layer.parameter.dtype)
-
-
-def _measure_curve(run: RunSpec, layer: PrunableLayer, weight: Tensor, statistics: LayerStatistics) -> None:
-    selection, config = run.selection, run.selection.config
-    grids = [Grid(bits, config.quant_group) for bits in allocated_bits(config)]
-    matrix_curve(selection.solver, weight.float(), statistics, trial_patterns(selection.patterns[layer.name]), grids)
-
-
-SOLVERS: dict[str, Solve] = {"calibration": _prune, "allocation": _measure_curve}  # by phase
-
-
-class _Collecting(Task):
-    """Passes the data for all layers, with memory for `samples`; `solve` tries the first layer of every shape."""
-
-    def __init__(self, run: RunSpec, cut: RunSpec, samples: list[Batch] | None, solve: Solve | None):
-        self.run, self.trial, self.done, self.trials = run, solve, set[str](), dict[Any, Trial]()
-        prefix = find_prefix(cut, self.lacks)
-        spec = dataclasses.replace(run.statistics, token_weights=prefix.weights or {})
-        if not (spec.keeps_routing or any(map(run.reads_all_tokens, run.selection.layers))):
-            spec.under_calibrated_experts = "magnitude"  # a few samples reach few experts
-        super().__init__(spec, cut.backoff, lambda: samples or cut.batches)
-        self.pipeline = prefix.pipeline(cut, self, lambda layer: layer.matrix)
-        if run.backward:
-            self.pipeline.gradients = True  # also where no layer has statistics of them
-
-    def lacks(self, layer: PrunableLayer) -> bool:
-        return layer.name not in self.done
-
-    def skip(self, layer: PrunableLayer) -> None:
-        self.done.add(layer.name)
-
-    def solve(self, layer: PrunableLayer, statistics: Any) -> None:
-        """Try the layer; where it is in slices, pass the data as often as a run, to rank removals and to solve."""
-        parts = [statistics]
-        if isinstance(statistics, RowStatistics):
-            slices: Any = statistics
-            parts = [slices.collect(rows, None) for rows in (*slices.slices, *slices.slices[-2::-1])][:1]
-        elif layer.separate:
-            parts = [each for each in statistics.groups(layer.groups) if each is not None]
-        key = self.run.key(layer)
-        if self.trial is not None and key not in self.trials:
-            matrix = layer.expert(0).matrix if layer.separate else layer.matrix
-            matrix = matrix[sampled_rows(layer)] if self.run.kind is SampledRows else matrix
-            solve = partial(self.trial, self.run, layer)
-            self.trials[key] = try_rows(solve, matrix, parts[0], self.run.storage.device, layer)
-        self.done.add(layer.name)
 
 
 @dataclasses.dataclass
@@ -172,7 +108,7 @@ class Rehearsal:
 
     def _passed(
         self, run: RunSpec, count: int, samples: int, solve: Solve | None = None, live: LiveBytes | None = None
-    ) -> _Collecting:
+    ) -> TrialTask:
         """Pass some samples through the first blocks of every kind; if probed, with statistics for all samples."""
         self.samples = max(self.samples, samples)
         every = None if solve is None and live is None else run.calibration.batches
@@ -186,7 +122,7 @@ class Rehearsal:
             if live is not None:
                 stack.enter_context(live)
                 stack.callback(live.lap)
-            task = _Collecting(run, cut, every, solve)
+            task = TrialTask(run, cut, every, solve)
             run_pipeline(task.pipeline, visit, task.backoff, task.batches)
         return task
 

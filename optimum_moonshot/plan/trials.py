@@ -1,23 +1,35 @@
-"""Measurements: the memory and the time of some work, and of a solver on some rows of a matrix."""
+"""Measurements: the memory and the time of some work, and of a solver on some rows of every matrix."""
 
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..allocate.loss_curves import SampledRows, matrix_curve, sampled_rows, trial_patterns
+from ..allocate.run import allocated_bits
 from ..calibration.observer import LayerStatistics
 from ..calibration.storage import Storage
+from ..data.batches import Batch
 from ..devices import is_gpu, trim_host_memory, wait_for
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.fisher import SampleGradients
+from ..objective.grid import Grid
+from ..pipeline.loop import Task
+from ..pipeline.solve import RowStatistics, weight_losses
+from ..prune.prefix import find_prefix
+from ..solvers.quantization import on_grid
+from .memory import Point, RunSpec, Trial, extrapolated
+
+Solve = Callable[[RunSpec, PrunableLayer, Tensor, LayerStatistics], object]  # some rows [rows, d_in] of a layer
 
 # A trial has ROWS, and GROWTH times as many until it takes ENOUGH seconds, and VISIBLE times as long as with fewer:
 # from less, noise would be extrapolated to thousands of rows.
@@ -85,26 +97,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-Point = tuple[int, float]  # a count, and the seconds or bytes of so many
-
-
-def extrapolated(points: Sequence[Point], count: int) -> float:
-    """The value at a count on the line through the last two points, or through zero and a single one.
-
-    It neither falls with the count nor grows faster than the count does.
-    """
-    (few, less), (more, most) = [(0, 0.0), *points][-2:]
-    return most + min(max(0.0, most - less) / (more - few), most / more) * (count - more)
-
-
-class Trial(NamedTuple):
-    """The solver of a matrix."""
-
-    rows: int
-    seconds: float
-    sizes: Sequence[Point]  # bytes at its peak by the rows, besides the statistics
-
-
 @torch.no_grad()
 def try_rows(
     solve: Callable[[Tensor, LayerStatistics], object],
@@ -139,3 +131,57 @@ def try_rows(
             solve_some(count)
         sizes.append((count, live.peak))
     return Trial(len(weight), extrapolated(times, len(weight)), sizes)
+
+
+def _prune(run: RunSpec, layer: PrunableLayer, weight: Tensor, statistics: LayerStatistics) -> None:
+    selection, solver, pattern = run.selection, run.selection.solver, run.selection.pattern_of(layer)
+    objective = statistics.objective(weight, selection.lam_of(layer), solver.column_block(weight.shape[1], pattern))
+    (result,) = solver.solve_path(objective, [pattern])
+    result = on_grid(solver, objective, result, pattern)
+    weight_losses(objective, result.weight, result.keep, layer.parameter.dtype)
+
+
+def _measure_curve(run: RunSpec, layer: PrunableLayer, weight: Tensor, statistics: LayerStatistics) -> None:
+    selection, config = run.selection, run.selection.config
+    grids = [Grid(bits, config.quant_group) for bits in allocated_bits(config)]
+    matrix_curve(selection.solver, weight.float(), statistics, trial_patterns(selection.patterns[layer.name]), grids)
+
+
+SOLVERS: dict[str, Solve] = {"calibration": _prune, "allocation": _measure_curve}  # by phase
+
+
+class TrialTask(Task):
+    """Passes the data for all layers, with memory for `samples`; `solve` tries the first layer of every shape."""
+
+    def __init__(self, run: RunSpec, cut: RunSpec, samples: list[Batch] | None, solve: Solve | None):
+        self.run, self.trial, self.done, self.trials = run, solve, set[str](), dict[Any, Trial]()
+        prefix = find_prefix(cut, self.lacks)
+        spec = dataclasses.replace(run.statistics, token_weights=prefix.weights or {})
+        if not (spec.keeps_routing or any(map(run.reads_all_tokens, run.selection.layers))):
+            spec.under_calibrated_experts = "magnitude"  # a few samples reach few experts
+        super().__init__(spec, cut.backoff, lambda: samples or cut.batches)
+        self.pipeline = prefix.pipeline(cut, self, lambda layer: layer.matrix)
+        if run.backward:
+            self.pipeline.gradients = True  # also where no layer has statistics of them
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return layer.name not in self.done
+
+    def skip(self, layer: PrunableLayer) -> None:
+        self.done.add(layer.name)
+
+    def solve(self, layer: PrunableLayer, statistics: Any) -> None:
+        """Try the layer; where it is in slices, pass the data as often as a run, to rank removals and to solve."""
+        parts = [statistics]
+        if isinstance(statistics, RowStatistics):
+            slices: Any = statistics
+            parts = [slices.collect(rows, None) for rows in (*slices.slices, *slices.slices[-2::-1])][:1]
+        elif layer.separate:
+            parts = [each for each in statistics.groups(layer.groups) if each is not None]
+        key = self.run.key(layer)
+        if self.trial is not None and key not in self.trials:
+            matrix = layer.expert(0).matrix if layer.separate else layer.matrix
+            matrix = matrix[sampled_rows(layer)] if self.run.kind is SampledRows else matrix
+            solve = partial(self.trial, self.run, layer)
+            self.trials[key] = try_rows(solve, matrix, parts[0], self.run.storage.device, layer)
+        self.done.add(layer.name)
