@@ -311,6 +311,7 @@ class WeightedGram(GradientStatistic):
 
     def merge(self, merger: Merger) -> None:
         self.squares = None if self.squares is None else merger.summed(self.squares)
+        self.shares = None if self.shares is None else merger.rows_here(self.shares)
         self.value, self.rows = merger.summed_groups(self.value, self.rows)
 
     def result(self) -> SharedFisher:

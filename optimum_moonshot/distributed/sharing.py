@@ -93,6 +93,10 @@ class Merger:
         solved, size = self.owner[self.ranks.rank], rows // len(tensor)
         return tensor[solved.start // size : -(-solved.stop // size)], solved.stop - solved.start
 
+    def rows_here(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor that this process solves, where processes divide the layer's rows; else all."""
+        return tensor[self.owner[self.ranks.rank]] if isinstance(self.owner, tuple) else tensor
+
     def stacked(self, tensor: Tensor, empty: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """The samples of all processes, [N, rows, …], of tensors [n, rows, …]; `empty` allocates it by its shape."""
         samples, rank = sum(self.sizes), self.ranks.rank
