@@ -57,6 +57,15 @@ class Elsewhere(torch.Tensor):
             copied = torch.nn.Parameter(copied, self.requires_grad)
         return memo.setdefault(id(self), copied)
 
+    @property
+    def data(self):
+        return Elsewhere(self.inner.data)
+
+    @data.setter
+    def data(self, value):
+        torch.Tensor.data.__set__(self, value)  # its shape; without the next line, writes would reach the old memory
+        self.inner = value.inner
+
     def data_ptr(self):
         return self.inner.data_ptr()
 
