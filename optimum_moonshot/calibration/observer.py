@@ -182,10 +182,10 @@ class InputSums:
             if tuple(reads) not in by_reads:
                 call = self.held[reads[0]]
                 by_reads[tuple(reads)] = made = self._make(call.layer, call.inputs.device)
-                for call in (self.held[key] for key in dict.fromkeys(reads)):
-                    for inputs in call.called.tokens(call.inputs, call.mask):
+                for held in (self.held[key] for key in dict.fromkeys(reads)):
+                    for tokens in held.called.tokens(held.inputs, held.mask):
                         for statistic in made.statistics.values():
-                            statistic.add(inputs, call.called.called_groups)
+                            statistic.add(tokens, held.called.called_groups)
             self.of_layer[name] = by_reads[tuple(reads)]
             by_reads[tuple(reads)].readers[name] = []
 

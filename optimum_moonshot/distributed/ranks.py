@@ -44,7 +44,7 @@ LOOK = 2  # seconds between two checks of the connections to processes that have
 POLL = 0.02  # seconds between two checks of the store
 _TAG = 2**30 + 1  # of messages that nobody receives
 # Numbers the runs and the calls of `on_main_process`; equal in all processes, which make the same calls.
-calls = itertools.count()
+call_numbers = itertools.count()
 _RUN = "a run of all processes"
 _log = getLogger(__name__)
 
@@ -420,7 +420,7 @@ def processes() -> AbstractContextManager[Ranks]:
 
 @contextmanager
 def _group() -> Iterator[Ranks]:
-    group = RunGroup(f"call {next(calls)}", _RUN)
+    group = RunGroup(f"call {next(call_numbers)}", _RUN)
     try:
         group.open()
         ranks = Ranks(group.rank, group.size, group)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..errors import one_line, require
-from .ranks import Ranks, RunGroup, calls, several, shards
+from .ranks import Ranks, RunGroup, call_numbers, several, shards
 
 Value = TypeVar("Value")
 # The only process that needs a layer's statistics; or the rows that each process needs, by rank; None is all processes.
@@ -127,7 +127,7 @@ def on_main_process(work: Callable[[], Value]) -> Value:
     """
     if not several():
         return work()
-    group = RunGroup(f"call {next(calls)}", _MAIN)
+    group = RunGroup(f"call {next(call_numbers)}", _MAIN)
     if group.rank:
         return json.loads(group.read())
     group.begin()

@@ -69,9 +69,10 @@ class ModelPipeline:
     notes: list[str] = field(default_factory=list)  # for the report, after the last stage
     # ℓ_n of the dense model, by batch of this process, where a backward pass starts from them; after the last stage.
     losses: list[Tensor | None] = field(default_factory=list)
+    whole: int = 0  # passes of the whole model since the first stage
 
     def __iter__(self) -> Iterator[Stage]:
-        self.losses, self.whole = [], 0  # passes of the whole model
+        self.losses, self.whole = [], 0
         self.backward = self.prepared.selection.needs_gradients if self.gradients is None else self.gradients
         if not any(map(self.results.lacks, self.prepared.selection.layers)):
             return iter(())
@@ -117,14 +118,14 @@ class ModelPipeline:
         extras = self.extras or extras_in_turn(prepared, self.backward)
         if inside and extras is not None:
             walk = walk_over(prepared, BlockSequence(structure.blocks, extras), prepared.batches, self.backward)
-            *observed, last = range(walk.lowest, 1 + max(i for i, block in enumerate(walk.blocks) if block.layers))
+            observed = range(walk.lowest, 1 + max(i for i, block in enumerate(walk.blocks) if block.layers))
             walk.capture_arguments()
             for i in range(walk.lowest):
                 with walk.blocks[i].onloaded():
                     walk.forward(i)
             kind = _DifferentiatedStage if self.backward else _PrefixStage
-            for i in (*observed, last):
-                stage = kind(walk, i, weight, has_following=i < last)
+            for i in observed:
+                stage = kind(walk, i, weight, has_following=i < observed[-1])
                 yield stage
                 prepared.backoff.grow(stage.recut, lambda: prepared.batches)
             inside, done = [], sum(inside, ())
@@ -141,7 +142,8 @@ class ModelPipeline:
         options = prepared.batches, observer, gradients, prepared.subject.loss
         with nullcontext() if self.weight is None else swapped_weights(done, self.weight):
             losses = observe_model(prepared.model, prepared.selection.structure.blocks, *options)
-        self.losses = self.losses if self.losses or self.weight is not None else losses
+        if self.weight is None and not self.losses:
+            self.losses = losses
         self.whole += 1
 
     def reason(self, layer: PrunableLayer) -> str:

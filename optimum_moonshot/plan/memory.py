@@ -33,7 +33,6 @@ SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 # which is twice the largest tensor below 32 MiB, and as much in holes between tensors that live longer.
 RETAINED_BYTES = 128 * 2**20
 
-
 Point = tuple[int, float]  # a count, and the seconds or bytes of so many
 
 

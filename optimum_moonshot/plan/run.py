@@ -110,11 +110,8 @@ def seconds_of(trace: Trace, ready: float) -> dict[str, float]:
         seconds["recovery"] = passes * (seconds["recovery"] - phases["recovery"].around)
         seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
     if run.offloaded is not None:
-        reads = (
-            READS
-            if config.rotation is None
-            else READS + ROTATION_READS + learning_size(config, run.selection.layers)[0]
-        )
+        steps, _ = learning_size(config, run.selection.layers)
+        reads = READS if config.rotation is None else READS + ROTATION_READS + steps
         seconds["reading"] = reads * run.offloaded.total / DISK_RATE
     seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
     return {**seconds, "total": sum(seconds.values())}

@@ -112,11 +112,11 @@ def try_rows(
     count, times, sizes = rows if whole else min(rows, ROWS), list[Point](), list[Point]()
 
     def solve_some(count: int) -> None:
-        some = gradients
-        if some is not None:
-            some = some[:count] if isinstance(some, Tensor) else some.part(slice(count))
+        of_rows = gradients
+        if of_rows is not None:
+            of_rows = of_rows[:count] if isinstance(of_rows, Tensor) else of_rows.part(slice(count))
         with suppress(FactorizationError):  # raised after most of the time
-            solve(weight[:count].contiguous(), dataclasses.replace(statistics, gradients=some))
+            solve(weight[:count].contiguous(), dataclasses.replace(statistics, gradients=of_rows))
 
     solve_some(count)  # the first call has costs of the process
     while not times or (count < rows and (len(times) < 2 or times[-1][1] < max(ENOUGH, VISIBLE * times[-2][1]))):
