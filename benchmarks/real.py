@@ -58,6 +58,9 @@ METHODS = {
     "one-shot, all rows": {"recipe": "one-shot", "rotation_rows": 2**20, "rotation_steps": 100},
     "recovered": {"recipe": "recovered"},
 }
+METHODS |= {
+    f"ALPS, {mode}": {"solver": "alps", "lam": 1, "recover": mode} for mode in ("blockwise", "gradual", "distill")
+}
 METHODS |= {f"{name}, dense statistics": {**fields, **DENSE} for name, fields in METHODS.items() if name != "magnitude"}
 # peer.py
 METHODS |= {f"llm-compressor {name}": {"peer": name} for name in ("SparseGPT", "Wanda")}
