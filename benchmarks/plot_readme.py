@@ -2,13 +2,15 @@
 
 Usage: python benchmarks/plot_readme.py [FOLDER]
 
-choices.png shows perplexity by bits per weight and by speed, results.png perplexity by sparsity and top-1 accuracy by
-λ, speed.png the speed of a packed layer by sparsity and of a complete model.
+smollm2.png shows how often SmolLM2 predicts the same token as the dense model, by bytes and by speed; choices.png
+perplexity by bits per weight and by speed, results.png perplexity by sparsity and top-1 accuracy by λ, speed.png the
+speed of a packed layer by sparsity and of a complete model.
 """
 
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import matplotlib
 
@@ -26,6 +28,15 @@ METHODS = {  # label → step and λ in beyond-llama.json, color
 }
 DENSE = [Choice(f"dense, {bits}", "SparseGPT") for bits in (8, 4, 3, 2)]
 SPARSE_INT4 = [Choice(f"{pattern}, 4", "recovered") for pattern in ("2:4", "0.6", "0.8")]
+# Of real.py: label → settings with their names in the plot, color, and the side of the names: -1 left, 1 right.
+SMOLLM2 = {
+    "quantized, no weight removed": (
+        {"8 bits, magnitude": "8 bits", "4 bits, SparseGPT": "4 bits", "3 bits, SparseGPT": "3 bits"}, GRAY, 1,
+    ),
+    "sparse": ({"0.3, SparseGPT": "0.3", "0.5, fast": "0.5", "0.6, SparseGPT, shared 0.5": "0.6"}, RED, -1),
+    "n:m": ({"6:8, SparseGPT": "6:8", "8:16, ALPS": "8:16", "2:4, ALPS": "2:4"}, BLUE, 1),
+    "smaller and dense": ({"shrink 0.9": "90%", "shrink 0.75": "75%"}, GREEN, 1),
+}  # fmt: skip
 PERPLEXITIES = dict(
     yscale="log", ylim=(32.2, 47), yticks=[33, 35, 37, 40, 45], yticklabels=["33", "35", "37", "40", "45"]
 )
@@ -114,6 +125,36 @@ def plot_vision(axes: plt.Axes) -> None:
     axes.legend(frameon=False, loc="lower right")
 
 
+def plot_smollm2(axes: plt.Axes, key: str, scale: float = 1.0, style: str = "o-", **labels: Any) -> None:
+    """Agreement of pruned SmolLM2-135M with the dense model, by another measured number of the same setting."""
+    cells = read("real-SmolLM2-135M-Instruct")["cells"]
+    cells = [cell for cell in cells if (cell["samples"], cell["length"]) == (64, 256)]
+
+    def point(setting: str) -> tuple[float, float]:
+        runs = [cell for cell in cells if cell["setting"] == setting]
+        return scale * fmean(run[key] for run in runs), 100 * fmean(run["agreement"] for run in runs)
+
+    for label, (settings, color, side) in SMOLLM2.items():
+        points = [point(setting) for setting in settings]
+        axes.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=5)
+        beside = {"xytext": (6 * side, 0), "ha": "left" if side > 0 else "right", "va": "center", "color": color}
+        for text, place in zip(settings.values(), points, strict=True):
+            axes.annotate(text, place, textcoords="offset points", fontsize=8, **beside)
+    axes.plot(*[[value] for value in point("dense")], "ko")
+    axes.annotate("dense", point("dense"), (0, -13), textcoords="offset points", ha="center", fontsize=8)
+    axes.set(title="SmolLM2-135M", ylabel="same next token as the dense model, %", ylim=(50, 104), **labels)
+
+
+def plot_smollm2_bytes(axes: plt.Axes) -> None:
+    """Agreement by bytes."""
+    plot_smollm2(axes, "bytes", 1e-6, xlabel="size of the file, MB", xlim=(50, 290))
+
+
+def plot_smollm2_speed(axes: plt.Axes) -> None:
+    """Agreement by the speed of decoding."""
+    plot_smollm2(axes, "tokens_per_second", style="o", xlabel="tokens per second, one thread", xlim=(10, 70))
+
+
 def plot_layer(axes: plt.Axes) -> None:
     """Speed of one packed layer relative to dense, for one row of inputs and one thread."""
     cells = [cell for cell in read("runtime")["cells"] if cell["rows"] == 1 and cell["threads"] == 1]
@@ -155,6 +196,7 @@ def main(folder: str | Path = PICTURES) -> None:
     """Write the plots."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     pictures = {
+        "smollm2": (plot_smollm2_bytes, plot_smollm2_speed),
         "choices": (plot_bytes, plot_speed),
         "results": (plot_language, plot_vision),
         "speed": (plot_layer, plot_model),
@@ -163,8 +205,9 @@ def main(folder: str | Path = PICTURES) -> None:
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         for plot, place in zip(panels, axes, strict=True):
             plot(place)
-        if picture == "choices":
-            figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        if columns := {"smollm2": 4, "choices": 3}.get(picture):
+            handles = axes[0].get_legend_handles_labels()
+            figure.legend(*handles, loc="outside lower center", ncols=columns, frameon=False)
         figure.savefig(Path(folder) / f"{picture}.png", dpi=150, metadata={"Software": None})
 
 
