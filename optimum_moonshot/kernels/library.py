@@ -51,8 +51,9 @@ class Library:
 
     W [d_out, d_in] is passed as values, bits (uint8 [d_out, ⌈d_in/8⌉]) and offsets (int64 [d_out + 1], the index of the
     first value of each row, or None if all rows have the same number), contiguous, as in the format "bitmask". Damaged
-    bits never cause reads outside of these tensors. `instruction_set` is the one in use; up to `most_rows` rows of
-    inputs, it is faster than torch's dense product. A library for another machine or release raises `OSError`.
+    bits never cause reads outside of these tensors. `instruction_sets` are the supported ones, from slowest to fastest,
+    where "portable" is always the first. `instruction_set` is the one in use; up to `most_rows` rows of inputs, it is
+    faster than torch's dense product. A library for another machine or release raises `OSError`.
     """
 
     def __init__(self, path: Path):
@@ -81,15 +82,11 @@ class Library:
         for name, types in signatures.items():
             self.functions[name].argtypes = types
         self.functions["set_name"].restype = c_char_p
-        self.use(None)
-
-    @property
-    def instruction_sets(self) -> tuple[str, ...]:
-        """The supported instruction sets, from slowest to fastest; "portable" is always the first."""
         names: list[str] = []
         while name := self.functions["set_name"](len(names)):
             names.append(name.decode())
-        return tuple(names)
+        self.instruction_sets = tuple(names)
+        self.use(None)
 
     def use(self, instruction_set: str | None) -> None:
         """Switch to an instruction set, for all threads; None selects the fastest.
@@ -98,11 +95,10 @@ class Library:
             MoonshotError: the CPU or the library does not support it.
         """
         name = None if instruction_set is None else instruction_set.encode()
-        available = self.instruction_sets
-        usage = f"use one of {', '.join(available)}, or none for torch's dense product"
+        usage = f"use one of {', '.join(self.instruction_sets)}, or none for torch's dense product"
         require(self.functions["use"](name) == 0, usage, field=_SWITCH, value=instruction_set)
-        self.instruction_set = instruction_set or available[-1]
-        self.most_rows = 16 if self.instruction_set == available[0] else sys.maxsize
+        self.instruction_set = instruction_set or self.instruction_sets[-1]
+        self.most_rows = 16 if self.instruction_set == self.instruction_sets[0] else sys.maxsize
 
     @staticmethod
     def takes(values: Tensor) -> bool:
