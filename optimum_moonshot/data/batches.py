@@ -129,28 +129,21 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
 def shorten(batch: Batch, samples: int = 1, tokens: int = PROBE_TOKENS) -> Batch:
     """At most the first `samples` of a batch, cut to a few tokens if tokens are the only inputs.
 
-    `tokens` are counted from the first that all samples predict: prompts may have no labels, and padding has none.
+    `tokens` are counted from the first that all samples predict, by its label or, without labels, as the second after
+    padding: prompts may have no labels, and padding has none. If a sample has no such token, nothing is cut.
     """
-    first = take(batch, 0, samples)
-    if "input_ids" in first and set(first) <= TOKEN_INPUTS and all(tensor.ndim == 2 for tensor in first.values()):
-        end = _first_predicted(first) + tokens - 1
-        return {name: tensor[:, :end] for name, tensor in first.items()}
-    return first
-
-
-def _first_predicted(batch: Batch) -> int:
-    """The index of the first token with a label in all samples; without labels, of the second token after padding.
-
-    It is the number of tokens if a sample has no such token.
-    """
+    batch = take(batch, 0, samples)
+    if not ("input_ids" in batch and set(batch) <= TOKEN_INPUTS and all(tensor.ndim == 2 for tensor in batch.values())):
+        return batch
+    predicted = torch.ones(1, 1, dtype=torch.bool)
     if "labels" in batch:
         predicted = batch["labels"][:, 1:] != IGNORED
     elif "attention_mask" in batch:
         predicted = (batch["attention_mask"][:, 1:] != 0) & (batch["attention_mask"][:, :-1] != 0)
-    else:
-        return 1
-    tokens = max(tensor.shape[1] for tensor in batch.values())
-    return 1 + int(predicted.int().argmax(1).max()) if bool(predicted.any(1).all()) else tokens
+    if not bool(predicted.any(1).all()):
+        return batch
+    end = int(predicted.int().argmax(1).max()) + tokens
+    return {name: tensor[:, :end] for name, tensor in batch.items()}
 
 
 def split_batches(batches: Iterable[Batch], size: int) -> list[Batch]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
@@ -29,6 +29,7 @@ from .batches import SAMPLE_DIMS, Batch, as_batch, unpack
 Messages = list[dict[str, Any]]  # each with role and content
 Document = str | Messages
 Load = Callable[[], Iterable[dict[str, Any]]]  # of the rows
+Row = TypeVar("Row")
 
 FORMATS = (".txt", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", ".csv")
 SHUFFLE_BUFFER = 10_000  # documents in the buffer that shuffles a streamed data set
@@ -180,15 +181,14 @@ def open_source(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Te
         require(len(source) > 0, f"the data is an empty {type(source).__name__}", hint=ACCEPTED)
         if isinstance(source[0], list | tuple) and source[0] and chat_columns({CONVERSATIONS[0]: source[0]}):
             source = [{CONVERSATIONS[0]: messages} for messages in source]
-        if isinstance(source[0], Mapping) and (chat_columns(source[0]) or _named_text(source[0])):
+        if isinstance(source[0], Mapping) and (chat_columns(source[0]) or source[0].keys() & TEXT_COLUMNS):
             rows = source
             return _open_dataset(lambda: rows, describe(source), counted=True)
         if isinstance(source[0], str):
             wrong = next((i for i, text in enumerate(source) if not isinstance(text, str)), None)
             require(wrong is None, f"item {wrong} of the data is not a string", hint="give strings only")
-            return Texts(
-                lambda generator: (source[i] for i in _order(len(source), generator)), count=partial(min, len(source))
-            )
+            strings = source
+            return Texts(partial(_rows, lambda: strings, describe(source)), count=partial(min, len(source)))
     iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
     if not iterable or isinstance(source, Tensor | bytes):
         raise MoonshotError(f"data of type {describe(source)}", hint=ACCEPTED)
@@ -258,12 +258,14 @@ def _open_dataset(load: Load, what: str, counted: bool = False) -> Texts | Model
     return ModelInputs(items, single=True, notes=(f"columns left out: {', '.join(extra)}",) if extra else ())
 
 
-def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[dict[str, Any]]:
+def _rows(load: Callable[[], Iterable[Row]], what: str, generator: torch.Generator | None = None) -> Iterator[Row]:
     """The rows in order, or shuffled by a generator; errors of reading name the source."""
     try:
         rows = dataset = load()
         if isinstance(dataset, Dataset | list | tuple):
-            rows = (dataset[i] for i in _order(len(dataset), generator))
+            count = len(dataset)
+            order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
+            rows = (dataset[i] for i in order)
         elif generator is not None and isinstance(dataset, IterableDataset):
             rows = dataset.shuffle(seed=generator.initial_seed(), buffer_size=SHUFFLE_BUFFER)
         yield from rows
@@ -276,10 +278,6 @@ def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> It
         else:
             message, hint = f'"{what}" cannot be read ({reason(error)})', "check its content and its extension"
         raise MoonshotError(message, hint=hint) from error
-
-
-def _order(count: int, generator: torch.Generator | None) -> Iterable[int]:
-    return range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
 
 
 def _load_from_hub(name: str, splits: tuple[str, ...]) -> IterableDataset:
@@ -303,19 +301,15 @@ def choose_split(loaded: Any, splits: tuple[str, ...], name: str) -> Any:
     return loaded[split]
 
 
-def _named_text(row: Mapping[str, Any]) -> str | None:
-    return next((column for column in TEXT_COLUMNS if column in row), None)
-
-
 def _document_columns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """The column of text, one of `TEXT_COLUMNS`, else the columns of a conversation, else the only column of strings.
 
     Strings beside lists or objects describe these, and identifiers are not text. Also returns whether the columns hold
     a conversation.
     """
-    named = _named_text(row)
+    named = [column for column in TEXT_COLUMNS if column in row]
     if named:
-        return (named,), False
+        return (named[0],), False
     if chat := chat_columns(row):
         return chat, True
     strings = [column for column, value in row.items() if isinstance(value, str)]
