@@ -49,11 +49,31 @@ class PatternRules:
         return cls(default, rules)
 
     def of(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
-        """The pattern of each layer, by name; raises `MoonshotError` as `apply_rules` does."""
-        if self.rules:
-            return apply_rules(self.rules, names, self.default)
-        assert self.default is not None  # only an allocation by name can do without
-        return dict.fromkeys(names, self.default)
+        """The pattern of each layer, by name: the rule with its exact name, else the first whose expression matches.
+
+        An expression may match a part of the name. A key that is the whole name of a layer applies to that layer only.
+
+        Raises:
+            MoonshotError: a layer without a rule or default, or a rule without effect.
+        """
+        names, rules, default = list(names), self.rules, self.default
+        expressions = [key for key in rules if key not in names]
+        keys = {
+            name: name if name in rules else next((key for key in expressions if re.search(key, name)), None)
+            for name in names
+        }
+        uncovered = [name for name, key in keys.items() if key is None and default is None]
+        if uncovered:
+            raise MoonshotError(
+                f"no entry for {', '.join(uncovered[:3])}{'…' if len(uncovered) > 3 else ''}",
+                field="allocation",
+                hint="add one, or set `sparsity` for layers without one",
+            )
+        for key in (key for key in rules if key not in keys.values()):
+            matches = any(re.search(key, name) for name in names)
+            why = "each layer it matches has an earlier entry" if matches else "it matches no pruned layer"
+            raise MoonshotError(f"{key!r} has no effect: {why}, such as {', '.join(names[:3])}", field="allocation")
+        return {name: cast("Pattern | MixedNM", default) if key is None else rules[key] for name, key in keys.items()}
 
     def nm(self) -> list[NM]:
         """The n:m patterns among them, in order of m and n."""
@@ -95,33 +115,3 @@ def _structured(key: str, rule: Pattern, default: Structured) -> Structured:
     usage, field = "give a sparsity between 0 and 1 with structured pruning", f"allocation[{key!r}]"
     require(isinstance(rule, Unstructured), usage, field=field, value=str(rule))
     return replace(default, sparsity=rule.sparsity)
-
-
-def apply_rules(
-    rules: Mapping[str, Pattern], names: Iterable[str], default: Pattern | MixedNM | None
-) -> dict[str, Pattern | MixedNM]:
-    """The pattern of each layer: the entry with its exact name, else the first whose expression matches part of it.
-
-    A key that is the whole name of a layer applies to that layer only. Without a default, every layer needs an entry.
-
-    Raises:
-        MoonshotError: a layer without an entry or default, or an entry without effect.
-    """
-    names = list(names)
-    expressions = [key for key in rules if key not in names]
-    keys = {
-        name: name if name in rules else next((key for key in expressions if re.search(key, name)), None)
-        for name in names
-    }
-    uncovered = [name for name, key in keys.items() if key is None and default is None]
-    if uncovered:
-        raise MoonshotError(
-            f"no entry for {', '.join(uncovered[:3])}{'…' if len(uncovered) > 3 else ''}",
-            field="allocation",
-            hint="add one, or set `sparsity` for layers without one",
-        )
-    for key in (key for key in rules if key not in keys.values()):
-        matches = any(re.search(key, name) for name in names)
-        why = "each layer it matches has an earlier entry" if matches else "it matches no pruned layer"
-        raise MoonshotError(f"{key!r} has no effect: {why}, such as {', '.join(names[:3])}", field="allocation")
-    return {name: cast("Pattern | MixedNM", default) if key is None else rules[key] for name, key in keys.items()}

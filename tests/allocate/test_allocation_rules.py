@@ -9,7 +9,7 @@ from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective.allocation_rules import apply_rules, parse_rules
+from optimum_moonshot.objective.allocation_rules import PatternRules, parse_rules
 from optimum_moonshot.objective.patterns import NM, Unstructured
 
 
@@ -44,13 +44,13 @@ def test_an_exact_name_takes_precedence_and_then_the_first_match():
     names = ["a.0", "a.00", "b.0"]
     rules = parse_rules({"0": 0.1, "a.0": "2:4", "a": 0.3})
     with pytest.raises(MoonshotError, match="'a' has no effect: each layer it matches has an earlier"):
-        apply_rules(rules, names, None)
+        PatternRules(None, rules).of(names)
     rules = parse_rules({"a.0": "2:4", "a": 0.3})
-    assert apply_rules(rules, names, NM(1, 2)) == {"a.0": NM(2, 4), "a.00": Unstructured(0.3), "b.0": NM(1, 2)}
+    assert PatternRules(NM(1, 2), rules).of(names) == {"a.0": NM(2, 4), "a.00": Unstructured(0.3), "b.0": NM(1, 2)}
     with pytest.raises(MoonshotError, match="no entry for b.0; add one, or set `sparsity` for layers"):
-        apply_rules(rules, names, None)
+        PatternRules(None, rules).of(names)
     with pytest.raises(MoonshotError, match="'c' has no effect: it matches no pruned layer"):
-        apply_rules(parse_rules({"c": 0.5}), names, NM(1, 2))
+        PatternRules(NM(1, 2), parse_rules({"c": 0.5})).of(names)
 
 
 def test_a_dict_needs_no_sparsity_where_it_covers_every_layer():
