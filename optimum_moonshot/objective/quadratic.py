@@ -96,12 +96,12 @@ class Quadratic:
 
     weight: Tensor  # ŵ       [d_out, d_in] float32, 0 at dead inputs
     gram: Tensor  # G         [d_in, d_in], [groups, d_in, d_in] or, with blocks, [groups, blocks, size, size]
+    input_gram: Tensor  # G, also where `gram` is F, which rows share, and so a = 1 and b = 0
     fisher: Fisher | None  # A_k A_kᵀ of the rows; None at λ = 1, and before `part`
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
     totals: Totals | None = None  # of the layer, if `fisher` covers some rows only
     alive: Tensor | None = None  # bool [d_out, d_in], True for the weights that may be nonzero; None: all
-    inputs: Tensor | None = None  # G where `gram` is F, which rows share, and so a = 1 and b = 0; None: `gram` is G
     # By how much a weight's own diagonal of F_k exceeds that of F: a factor of the scores by which weights of several
     # rows compete, [d_out, d_in]. SmolLM2-135M at 0.6, SparseGPT: perplexity 52 instead of 68 without it, 62 with F_k.
     importance: Tensor | None = None
@@ -139,9 +139,9 @@ class Quadratic:
         source = totals or fisher
         scalars = scales(lam, *at_zero, samples=source.samples if source else 0, dead=dead)
         if fisher is None or fisher.shared is None or not scalars.b:
-            return cls(weight, gram, fisher, scalars, at_zero, totals, alive)
+            return cls(weight, gram, gram, fisher, scalars, at_zero, totals, alive)
         shared = scalars.a * gram + scalars.b * fisher.shared.to(gram.device).view_as(gram)
-        whole = cls(weight, shared, fisher, scalars._replace(a=1.0, b=0.0), at_zero, totals, alive, inputs=gram)
+        whole = cls(weight, shared, gram, fisher, scalars._replace(a=1.0, b=0.0), at_zero, totals, alive)
         if fisher.squares is None:
             return whole
         return replace(whole, importance=whole._importance(fisher.squares, scalars))
@@ -152,25 +152,20 @@ class Quadratic:
         if gram.ndim > 2:
             size = len(self.weight) // len(gram)
             gram = gram[rows.start // size : -(-rows.stop // size)]
-        alive = None if self.alive is None else self.alive[rows]
-        return replace(self, weight=self.weight[rows], gram=gram, fisher=fisher.column_blocks(self.size), alive=alive)
+        weight, alive = self.weight[rows], None if self.alive is None else self.alive[rows]
+        fisher = fisher.column_blocks(self.size)
+        return replace(self, weight=weight, gram=gram, input_gram=gram, fisher=fisher, alive=alive)
 
     def _importance(self, squares: Tensor, scalars: Scales) -> Tensor:
         """``(a G_jj + b Σ_t δ_tk² x_tj²) / F_jj`` of every weight, 1 where F_jj is 0."""
-        assert self.inputs is not None
         which = self.grams_of(slice(None))
 
         def of_rows(gram: Tensor) -> Tensor:
             return gram.diagonal(dim1=-2, dim2=-1).reshape(-1, self.size)[which]
 
         shared, diagonals = of_rows(self.gram), scalars.b * squares.to(self.weight.device).view(-1, self.size)
-        diagonals += scalars.a * of_rows(self.inputs)
+        diagonals += scalars.a * of_rows(self.input_gram)
         return torch.where(shared > 0, diagonals / shared, 1.0).clamp_(min=LEAST_IMPORTANCE).view_as(self.weight)
-
-    @property
-    def input_gram(self) -> Tensor:
-        """G, also where `gram` includes the Fisher term."""
-        return self.gram if self.inputs is None else self.inputs
 
     @property
     def damping_unit(self) -> float:

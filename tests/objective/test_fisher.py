@@ -355,7 +355,7 @@ def test_importance_is_the_ratio_of_the_own_diagonal_to_the_shared_one(grouped):
     weight, objective, _ = with_importance(0.5, grouped=grouped)
     _, both, _ = with_importance(0.0, grouped=grouped)
     for row in range(12):
-        gram = objective.inputs if not grouped else objective.inputs[row // 4]
+        gram = objective.input_gram if not grouped else objective.input_gram[row // 4]
         shared = objective.fisher.matrices(slice(row, row + 1), CPU)[0].float()
         a, b = 0.5 / objective.losses_at_zero[0], 0.5 / (40 * objective.losses_at_zero[1])
         squares = objective.fisher.squares[row]
