@@ -98,8 +98,7 @@ class TokenWeights(GradientStatistic):
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
-        super().__init__(layer, samples, storage)
-        self.roots: list[Tensor] = []  # [T], by sample
+        self.roots: list[Tensor] = []  # [T], in the order of the calls: by sample if the layer is called once for each
         self.row_squares = torch.zeros(layer.shape[0], device=layer.parameter.device)  # [d_out]
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
@@ -113,15 +112,6 @@ class TokenWeights(GradientStatistic):
 
     def result(self) -> "TokenWeights":
         return self
-
-    @property
-    def lengths(self) -> list[int]:
-        """The tokens of every sample, in the order of the calls: one for each sample if the layer is called once."""
-        return [len(roots) for roots in self.roots]
-
-    def roots_of(self, first: int, count: int) -> Tensor:
-        """√s_t of a batch of samples, [samples, T, 1]."""
-        return torch.stack(self.roots[first : first + count])[..., None]
 
     @property
     def row_shares(self) -> Tensor:

@@ -335,7 +335,8 @@ class Observer(AbstractContextManager["Observer"]):
             return None
         sums.pending += 1
         if sums.weights is not None:
-            sums.add(call, sums.weights.roots_of(self.first, self.count))
+            roots = sums.weights.roots[self.first : self.first + self.count]
+            sums.add(call, torch.stack(roots)[..., None])
             return None
         return hook_gradient(output, lambda delta: sums.add(call, delta))
 

@@ -109,7 +109,7 @@ class _Gathering:
             stage.observe(observer, advance=True)
         reached = [layer for layer in layers if observer.reached(layer)]
         self.weights |= {layer.name: observer.take(layer).extra[TokenWeights] for layer in reached}
-        lengths = [self.weights[layer.name].lengths for layer in reached]
+        lengths = [list(map(len, self.weights[layer.name].roots)) for layer in reached]
         once = all(len(tokens) == here and tokens == lengths[0] for tokens in lengths)
         if not all(backoff.gather(once)):
             raise _Routed
