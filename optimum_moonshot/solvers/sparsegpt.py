@@ -49,13 +49,6 @@ class Widths(NamedTuple):
     compared: int
     block: int
 
-    @classmethod
-    def of(cls, pattern: Pattern, block_size: int) -> "Widths":
-        """The widths for a pattern, where a comparison group may have `block_size` columns."""
-        m = pattern.m if isinstance(pattern, NM) else 1
-        compared, block = (max(1, size // m) * m for size in (block_size, STEP))
-        return cls(compared, min(compared, block))
-
 
 class Factors(Protocol):
     """The factors C_k of some rows, read from left to right by comparison groups of columns and their blocks.
@@ -291,7 +284,9 @@ class SparseGPT(Solver):
         Raises:
             FactorizationError: a matrix is not positive definite at this damping.
         """
-        ridge, widths = damping * objective.damping_unit, Widths.of(pattern, self.block_size)
+        m = pattern.m if isinstance(pattern, NM) else 1
+        compared, block = (max(1, size // m) * m for size in (self.block_size, STEP))
+        ridge, widths = damping * objective.damping_unit, Widths(compared, min(compared, block))
         factor = None  # U, where all rows share G
         if objective.gram.ndim == 2:
             factor, ok = inverse_factor(objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), ridge)

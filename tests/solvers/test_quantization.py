@@ -200,7 +200,7 @@ def test_the_sweep_compensates_rounding_on_the_columns_to_the_right(pattern, lam
     if lam == 1:
         factors = SharedFactor(damped_inverse_factor(objective.gram.double() * objective.scales.a, 1.0, ridge))
     swept, rounding = weight.clone(), ColumnRounding(grid, weight)
-    keep = prune_columns(swept, factors, pattern, Widths.of(pattern, 128), rounding)
+    keep = prune_columns(swept, factors, pattern, Widths(128, 32), rounding)
     literal = reference.rounded_sweep(
         weight.double(), gram.double(), None if lam == 1 else gradients.double(), lam, keep, grid, rounding.scale
     )
