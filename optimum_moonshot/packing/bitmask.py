@@ -57,11 +57,6 @@ _library.define(f"packed_grouped(Tensor inputs, Tensor counts, {_MATRIX}) -> Ten
 _library.define(f"packed_grouped_transposed(Tensor outputs, Tensor counts, {_MATRIX}, int d_in) -> Tensor")
 
 
-def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
-    """Bytes of a packed matrix with this number of values."""
-    return values * itemsize + shape[0] * -(-shape[1] // 8)
-
-
 def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
     """Pack a matrix in host memory into `values` and `meta`; raises like `Codec.pack`."""
     matrix = matrix.contiguous()
@@ -290,7 +285,7 @@ class Bitmask(Codec):
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
         d_out, d_in = matrix.shape
         values = matrix.numel() * pattern.n // pattern.m if pattern else int(matrix.count_nonzero())
-        return packed_bytes((d_out, d_in), values, matrix.dtype.itemsize)
+        return values * matrix.dtype.itemsize + d_out * -(-d_in // 8)
 
     def rows(self, parts: Parts, shape: Shape, first: int, stop: int, plan: Plan | None = None) -> tuple[Parts, Plan]:
         values, meta = self._tensors(parts)

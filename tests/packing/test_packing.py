@@ -9,7 +9,7 @@ from torch import nn
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import find_codec
-from optimum_moonshot.packing.bitmask import check_packed, find_window, is_nm, pack, packed_bytes, unpack, unpack_bits
+from optimum_moonshot.packing.bitmask import Bitmask, check_packed, find_window, is_nm, pack, unpack, unpack_bits
 from optimum_moonshot.runtime.packed_layers import PackedLinear
 
 PATTERNS = [None, NM(2, 4), NM(4, 8), NM(1, 4), NM(1, 2), NM(3, 7), NM(4, 16), NM(2, 2)]
@@ -35,7 +35,7 @@ def test_the_format_matches_the_reference(pattern, groups):
         assert values.dtype == dtype and meta.dtype == torch.uint8
         assert meta.tolist() == expected_meta
         assert rows(values, meta) == expected_values
-        assert values.nbytes + meta.nbytes == packed_bytes((5, d_in), values.numel(), dtype.itemsize)
+        assert values.nbytes + meta.nbytes == Bitmask().packed_bytes(matrix, pattern)
         check_packed(values, meta, (5, d_in))
         dense = unpack(values, meta, d_in)
         assert torch.equal(dense, matrix) and dense.dtype == dtype
