@@ -173,7 +173,7 @@ class PrunableLayer(ABC):
         """[d_out, d_in] of a tensor in the parameter's layout; a view if possible."""
 
     @abstractmethod
-    def as_parameter(self, matrix: Tensor) -> Tensor:
+    def as_parameter(self, matrix: Tensor, /) -> Tensor:
         """The inverse of `as_matrix`."""
 
     @abstractmethod
@@ -210,8 +210,7 @@ class LinearLayer(PrunableLayer):
     def as_matrix(self, tensor: Tensor) -> Tensor:
         return tensor if self.axes == (0, 1) else tensor.T
 
-    def as_parameter(self, matrix: Tensor) -> Tensor:
-        return self.as_matrix(matrix)
+    as_parameter = as_matrix  # a transposition is its own inverse
 
     def _is_plain(self) -> bool:
         """Whether its forward is the kind's, or computes the same on a copy of the module with a tiny weight.

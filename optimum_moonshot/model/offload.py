@@ -94,11 +94,7 @@ class Offloaded(Weights):
         self._depth = 0
         for slot in slots:
             _wrap_map(slot.hook)
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether some of them are loaded from disk."""
-        return any(slot.hook.weights_map.on_disk(slot.name) for slot in self.slots)
+        self.on_disk = any(slot.hook.weights_map.on_disk(slot.name) for slot in slots)
 
     @contextmanager
     def onloaded(self) -> Iterator[None]:

@@ -23,10 +23,7 @@ FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # of a 
 class Weights:
     """The weights of a block; in this class, they are in the model all the time."""
 
-    @property
-    def on_disk(self) -> bool:
-        """Whether some of them are loaded from disk."""
-        return False
+    on_disk: bool = False  # whether some of them are loaded from disk
 
     def onloaded(self) -> AbstractContextManager[None]:
         """A reentrant context in which the block's parameters hold its weights."""
