@@ -17,7 +17,7 @@ from .checkpoint.saving import Saving
 from .config import MoonshotConfig
 from .errors import MoonshotError, check_path, require
 from .model.isolation import isolated, uncompiled
-from .model.losses import default_loss
+from .model.losses import OutputLoss, has_head
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject, select
 from .plan.machine import MachineMemory
@@ -136,7 +136,8 @@ class MoonshotPruner:
         configured = not self._without_pattern or call in ("shrink", "reduce_width")
         hint = 'such as MoonshotConfig.recipe("2:4"), or MoonshotConfig(sparsity=0.5)'
         require(configured, "no configuration says what to remove: give one", field="config", hint=hint)
-        loss = default_loss(self.model, self.config.seed) if loss is None else loss
+        if loss is None and not has_head(type(self.model)):  # no logits for a cross-entropy
+            loss = OutputLoss(self.model, self.config.seed)
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
         return run_context(subject, self.config.offload_dir, forward, call)
 

@@ -48,11 +48,6 @@ def has_head(cls: type[nn.Module]) -> bool:
     return any(_WITH_HEAD.search(base.__name__) for base in cls.__mro__) or bool(cls.can_generate())
 
 
-def default_loss(model: nn.Module, seed: int) -> Loss | None:
-    """The loss of a model if the caller gives none; None is the cross-entropy of its logits."""
-    return None if has_head(type(model)) else OutputLoss(model, seed)
-
-
 class OutputLoss:
     """ℓ_n = ½‖y_n(W) − y_n(Ŵ)‖² / ‖y_n(Ŵ)‖² of the output y of a model without a head, Ŵ its dense weights.
 

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 import transformers as hf
-from models import EDGE, GROUPED, PATCHED, TEXT, image_batches, token_batches
+from models import EDGE, GROUPED, PATCHED, image_batches, token_batches
 from sentence_encoders import bert, make, sentence_encoder
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight
 from optimum_moonshot.data.batches import sample_digests, split_batches
 from optimum_moonshot.model.embeddings import Pooling, find_pooling
-from optimum_moonshot.model.losses import OutputLoss, default_loss, has_head, loss_gradient, pooled_output, random_signs
+from optimum_moonshot.model.losses import OutputLoss, has_head, loss_gradient, pooled_output, random_signs
 
 MEAN = Pooling(("mean",), normalized=True)
 SPEECH = dict(
@@ -208,13 +208,11 @@ def test_pooling_is_read_from_the_checkpoint(tmp_path):
 
 
 def test_only_models_of_transformers_without_a_head_have_the_loss():
-    assert default_loss(hf.BertForMaskedLM(hf.BertConfig(**TEXT)), 0) is None
-    assert default_loss(Last(3, 2), 0) is None
-    assert isinstance(default_loss(bert(), 0), OutputLoss)
     derived = type("Mine", (hf.BertForSequenceClassification,), {})
-    classes = (hf.GPT2LMHeadModel, hf.T5ForConditionalGeneration, hf.ViTForImageClassification, derived)
-    assert all(map(has_head, classes))
-    assert not any(map(has_head, (hf.LlamaModel, hf.T5EncoderModel, hf.ViTModel, hf.CLIPModel, hf.Wav2Vec2Model)))
+    language = (hf.BertForMaskedLM, hf.GPT2LMHeadModel, hf.T5ForConditionalGeneration)
+    assert all(map(has_head, (*language, hf.ViTForImageClassification, derived, Last)))
+    bare = (hf.BertModel, hf.LlamaModel, hf.T5EncoderModel, hf.ViTModel, hf.CLIPModel, hf.Wav2Vec2Model)
+    assert not any(map(has_head, bare))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -294,7 +292,7 @@ def test_labels_and_logits_of_a_callers_forward_are_the_cross_entropy():
 @torch.no_grad()
 def test_padding_of_speech_has_no_influence():
     model, batch = speech(), audio_batches()[0]
-    loss, output = default_loss(model, 0), model(**batch)
+    loss, output = OutputLoss(model, 0), model(**batch)
     counted = model._get_feature_vector_attention_mask(14, batch["attention_mask"])
     assert counted.sum(1).tolist() == [14, 8] == [len(values) for _, values in loss._samples(output, batch)]
     loss.remember(output, batch)
