@@ -4,7 +4,7 @@ import pytest
 import torch
 from llama_runs import weights
 from models import make, token_batches
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model import isolation as module
@@ -43,6 +43,45 @@ def test_products_and_gradients_are_those_in_float32_rounded(dtype, shape, bias)
     for one, other in zip(narrow, wide, strict=True):
         assert one.grad.dtype == dtype
         torch.testing.assert_close(one.grad, other.grad.to(dtype), rtol=0.01, atol=0.01)
+
+
+def attention(query, key, value):
+    """Of three heads, two of which share keys and values."""
+    query = torch.stack([query, query, query], -3)
+    return scaled_dot_product_attention(query, key[..., None, :, :], value[..., None, :, :], is_causal=True, scale=0.3)
+
+
+# Products of a, b and c, [2, 5, 7] each.
+PRODUCTS = {
+    "attention": attention,
+    "@": lambda a, b, c: (a @ b.mT) @ c,
+    "matmul": lambda a, b, c: torch.matmul(a, b.mT).matmul(c[0]),
+    "bmm": lambda a, b, c: torch.bmm(a, b.mT).bmm(c),
+    "addmm": lambda a, b, c: torch.addmm(a[0], b[0] @ b[1].mT, c[0]),
+    "baddbmm": lambda a, b, c: torch.baddbmm(a, b @ b.mT, c),
+    "einsum": lambda a, b, c: torch.einsum("bij,bkj,bkl->bil", a, b, c),
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_batches_and_attention_are_those_in_float32(name, dtype):
+    generator, held = torch.Generator().manual_seed(0), []
+    narrow = [torch.randn(2, 5, 7, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    wide = [each.detach().float().requires_grad_() for each in narrow]
+    change = torch.randn(PRODUCTS[name](*wide).shape, generator=generator).to(dtype)
+    with wide_products(NARROW_MODEL):
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: held.append(each) or each, lambda each: each):
+            output = PRODUCTS[name](*narrow)
+        output.backward(change)
+    expected = PRODUCTS[name](*wide)
+    expected.backward(change.float())
+    assert output.grad_fn.name() == "ToCopyBackward0"  # from float32
+    assert output.dtype == dtype and all(each.dtype == dtype for each in held)
+    torch.testing.assert_close(output, expected.to(dtype), rtol=0.02, atol=0.02)
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.grad.dtype == dtype
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=0.05, atol=0.1)
 
 
 def test_a_backward_pass_holds_nothing_wider():
