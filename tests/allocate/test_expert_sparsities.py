@@ -21,7 +21,7 @@ from optimum_moonshot.pipeline import under_calibrated_experts
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.store import ResultStore
 from optimum_moonshot.pipeline.variant import Variant
-from optimum_moonshot.recover.gradual import stage_patterns
+from optimum_moonshot.recover.blockwise import stage_patterns
 from optimum_moonshot.reports.prune_report import PruneReport
 
 FISHER = dict(sparsity=0.6, allocation="fisher")

@@ -16,7 +16,7 @@ from optimum_moonshot import SweepReport
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.commands.output import open_output
-from optimum_moonshot.recover.gradual import STAGES
+from optimum_moonshot.recover.blockwise import STAGES
 
 pytestmark = pytest.mark.slow
 

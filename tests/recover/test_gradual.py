@@ -32,8 +32,8 @@ from optimum_moonshot import MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.pipeline.partition import Part
-from optimum_moonshot.recover import gradual, tuning
-from optimum_moonshot.recover.gradual import STAGES, StagePruning, stage_patterns
+from optimum_moonshot.recover import blockwise, tuning
+from optimum_moonshot.recover.blockwise import STAGES, StagePruning, stage_patterns
 from optimum_moonshot.recover.student import StudentBlock
 from optimum_moonshot.recover.tuning import Optimizer, Tuner, split_heldout
 
@@ -344,7 +344,7 @@ def test_a_run_with_another_recovery_is_set_aside(tmp_path):
 def test_a_failure_restores_the_model(monkeypatch):
     model = make("llama").train()
     before = state(model)
-    interrupt(monkeypatch, gradual, "solve_parts", STAGES + 2, RuntimeError("broken"))
+    interrupt(monkeypatch, blockwise, "solve_parts", STAGES + 2, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         prune(model)
     assert same(model, before) and all(module.training for module in model.modules())

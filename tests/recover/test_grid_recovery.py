@@ -14,7 +14,7 @@ from optimum_moonshot import MoonshotError
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.grid import Grid
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.recover.gradual import stage_patterns
+from optimum_moonshot.recover.blockwise import stage_patterns
 from optimum_moonshot.recover.student import Master, StudentBlock, on_grid
 from optimum_moonshot.recover.tuning import Tuner
 
