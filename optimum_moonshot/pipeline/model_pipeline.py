@@ -11,7 +11,7 @@ Cost over the calibration data, for L blocks: at λ = 1 every block runs twice, 
 compute the next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block
 passes backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is
 alive at a time), and L passes of the head; one-shot statistics need L backwards and 2L forwards. Where the token
-weights of the Fisher term come from the dense model (prune/prefix.py), the cost is the sum of that and of λ = 1.
+weights of the Fisher term come from the dense model (prune/layers.py), the cost is the sum of that and of λ = 1.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
-from ..prune.prefix import runs_forward
+from ..prune.layers import runs_forward
 from .machine import MachineMemory, offloaded_blocks
 from .memory import RunSpec
 

@@ -25,7 +25,7 @@ from ..objective.fisher import SampleGradients
 from ..objective.grid import Grid
 from ..pipeline.loop import Task
 from ..pipeline.solve import RowStatistics, weight_losses
-from ..prune.prefix import find_prefix
+from ..prune.layers import find_prefix
 from ..solvers.quantization import on_grid
 from .memory import Point, RunSpec, Trial, extrapolated
 
