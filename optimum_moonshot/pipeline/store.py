@@ -114,9 +114,6 @@ class ResultStore:
         if damaged:
             self.notes.append(f"{damaged} damaged results of an interrupted run were discarded and recomputed")
 
-    def __contains__(self, layer: PrunableLayer) -> bool:
-        return layer.name in self.reports
-
     def put(self, report: LayerReport, weight: Tensor) -> None:
         """Store the report and the pruned weight [d_out, d_in] of a layer.
 
@@ -234,10 +231,6 @@ class ResultStore:
     def weight(self, layer: PrunableLayer | NamedParameter) -> Tensor:
         """The final weight of a layer, [d_out, d_in], or a recovered parameter, in host memory."""
         return self.loader(layer.name)()
-
-    def pruned_weight(self, layer: PrunableLayer) -> Tensor:
-        """The weight of a layer, [d_out, d_in], before a recovery, by which an interrupted run may have replaced it."""
-        return (self.before_recovery.get(layer.name) or self.loader(layer.name))()
 
     def loader(self, name: str) -> Callable[[], Tensor]:
         """A function that returns the weight of a layer or a parameter, even after the folder was discarded."""

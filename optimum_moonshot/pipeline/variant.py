@@ -3,11 +3,13 @@
 The functions below exchange results between processes that solve some of the layers each.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +18,20 @@ from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, rest_onloa
 from ..model.offload import Changes, Offloaded
 from ..model.weight_sums import LOSSES, model_parts, model_sums
 from ..model.weights import Weights
+from ..model.word_embeddings import bytes_beside
 from ..objective.allocation_rules import METHODS
-from ..objective.loss_allocation import LossCurve
-from ..objective.patterns import MixedNM, Pattern
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
 from ..reports.record import PruningRecord, versions
-from ..rotate.report import RotationReport
-from .inputs import Prepared
 from .run_context import holding_variant
-from .run_folder import Parts
-from .selection import Selection
 from .store import ResultStore
+
+if TYPE_CHECKING:
+    from ..objective.loss_allocation import LossCurve
+    from ..objective.patterns import MixedNM, Pattern
+    from ..rotate.report import RotationReport
+    from .inputs import Prepared
+    from .run_folder import Parts
+    from .selection import Selection
 
 Value = TypeVar("Value")
 Written = PrunableLayer | NamedParameter  # a layer's matrix, or another parameter that a recovery has changed
@@ -70,7 +75,7 @@ class Variant:
         folder: str | os.PathLike[str] | None,
         field: str,
         spilling: bool = False,
-    ) -> "Variant":
+    ) -> Variant:
         """A variant whose selection differs from that of the prepared run by λ, pattern or sparsity at most.
 
         Its store is in `folder`, named by `field` in messages; without one in memory, or in a temporary file where
@@ -92,7 +97,7 @@ class Variant:
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
-        return layer not in self.store and layer.name not in self.skipped
+        return layer.name not in self.store.reports and layer.name not in self.skipped
 
     def skip(self, layer: PrunableLayer, reason: str) -> None:
         """Leave a layer dense; the report gives the reason as the end of "left dense: LAYER (…)"."""
@@ -128,6 +133,15 @@ class Variant:
                 ]
             pruned = [layer for layer in layers if layer.name not in self.skipped]
             yield _Rest(self.model) if block is None else block.weights, [*pruned, *parameters]
+
+    def pruned_weight(self, layer: PrunableLayer) -> Tensor:
+        """The weight [d_out, d_in] of a layer that has been solved, or stays dense, before a recovery.
+
+        An interrupted run may have replaced it by a recovered one in the store.
+        """
+        if layer.name in self.skipped:
+            return layer.matrix
+        return (self.store.before_recovery.get(layer.name) or self.store.loader(layer.name))()
 
     def result(self, written: Written, stored: Callable[[Written], Tensor]) -> Tensor:
         """The final tensor of a layer or a parameter: the one in the store, if it has one, and embeddings rounded."""
@@ -189,7 +203,7 @@ class Variant:
                 "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
                 "recovery": self.recovered,
                 "rotation": rotation,
-                "other_bytes": self.selection.bytes_beside(self.model, self.layers),
+                "other_bytes": bytes_beside(self.model, self.layers, self.selection.config.embedding_grid),
                 "embedding_bits": embedding_bits,
             },
             {
@@ -282,7 +296,7 @@ def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Seque
         (index, variant.store.reports[layer.name])
         for layer in solved
         for index, variant in enumerate(variants)
-        if layer in variant.store
+        if layer.name in variant.store.reports
     ]
     layers = {layer.name: layer for layer in prepared.selection.layers}
     shared: set[tuple[int, str]] = set()

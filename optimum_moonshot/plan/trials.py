@@ -25,7 +25,7 @@ from ..objective.fisher import SampleGradients
 from ..objective.grid import Grid
 from ..pipeline.loop import Task
 from ..pipeline.solve import RowStatistics, weight_losses
-from ..prune.layers import find_prefix
+from ..prune.layers import find_source
 from ..solvers.quantization import on_grid
 from .memory import Point, RunSpec, Trial, extrapolated
 
@@ -155,12 +155,12 @@ class TrialTask(Task):
 
     def __init__(self, run: RunSpec, cut: RunSpec, samples: list[Batch] | None, solve: Solve | None):
         self.run, self.trial, self.done, self.trials = run, solve, set[str](), dict[Any, Trial]()
-        prefix = find_prefix(cut, self.lacks)
-        spec = dataclasses.replace(run.statistics, token_weights=prefix.weights or {})
+        source = find_source(cut, self, lambda layer: layer.matrix)
+        spec = dataclasses.replace(run.statistics, token_weights=source.weights)
         if not (spec.keeps_routing or any(map(run.reads_all_tokens, run.selection.layers))):
             spec.under_calibrated_experts = "magnitude"  # a few samples reach few experts
         super().__init__(spec, cut.backoff, lambda: samples or cut.batches)
-        self.pipeline = prefix.pipeline(cut, self, lambda layer: layer.matrix)
+        self.pipeline = source.pipeline
         if run.backward:
             self.pipeline.gradients = True  # also where no layer has statistics of them
 

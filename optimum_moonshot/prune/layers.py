@@ -13,6 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,7 +36,6 @@ from ..pipeline.variant import Variant, share_results
 from ..reports.prune_report import LayerReport, loss_fields
 
 if TYPE_CHECKING:
-    from ..pipeline.block_sequences import Extras
     from ..pipeline.inputs import Prepared
     from ..pipeline.selection import Selection
     from ..pipeline.walk import Stage
@@ -107,20 +107,12 @@ def solve(
     return results
 
 
-class Prefix(NamedTuple):
+class Source(NamedTuple):
     """The source of a run's statistics."""
 
-    recompute: bool = False  # whether it is the pruned prefix
-    extras: Extras | None = None  # `extras_in_turn`, where the model has been probed
-    weights: Mapping[str, TokenWeights] | None = None  # by layer, in place of the prefix's gradients
+    pipeline: ModelPipeline  # over the dense model, or behind the pruned prefix
+    weights: Mapping[str, TokenWeights] = MappingProxyType({})  # by layer, in place of the prefix's gradients
     losses: Sequence[Tensor | None] = ()  # ℓ_n of the dense model, by batch, where its backward pass gave the weights
-
-    def pipeline(
-        self, prepared: Prepared, results: Results, weight: Callable[[PrunableLayer], Tensor]
-    ) -> ModelPipeline:
-        """The stages of the run; `weight` is the pruned weight [d_out, d_in] of a layer that is done."""
-        notes, gradients = ([], None) if self.weights is None else ([NOTE], False)
-        return ModelPipeline(prepared, results, weight if self.recompute else None, gradients, self.extras, notes)
 
 
 def runs_forward(selection: Selection) -> bool:
@@ -134,29 +126,32 @@ def runs_forward(selection: Selection) -> bool:
     return not selection.needs_gradients or (selection.shares_fisher and linear)
 
 
-def find_prefix(prepared: Prepared, lacks: Callable[[PrunableLayer], bool], several: bool = False) -> Prefix:
+def find_source(
+    prepared: Prepared, results: Results, weight: Callable[[PrunableLayer], Tensor], several: bool = False
+) -> Source:
     """The source of the statistics of a dense, frozen model; `several` variants share those of the dense model.
 
-    `lacks` says whether a layer has no result yet, and is to have one.
+    `weight` is the pruned weight [d_out, d_in] of a layer that has its result.
     """
     selection = prepared.selection
-    wanted = bool(selection.recompute)
-    lacking = any(map(lacks, selection.layers))
+    default = Source(ModelPipeline(prepared, results, weight if selection.recompute else None))
+    lacking = any(map(results.lacks, selection.layers))
     if prepared.data is None or several or not lacking or not runs_forward(selection):
-        return Prefix(wanted)
+        return default
     probe = partial(extras_in_turn, prepared, False)
     extras = prepared.backoff.with_smaller_batches("the probe", probe, lambda: prepared.batches)
     if extras is None:
-        return Prefix(wanted)
+        return default
     if not selection.needs_gradients:
-        return Prefix(True, extras)
+        return Source(ModelPipeline(prepared, results, weight, extras=extras))
     gathering = _Gathering(prepared)
-    pipeline = ModelPipeline(prepared, gathering)
+    dense = ModelPipeline(prepared, gathering)
     try:
-        run_pipeline(pipeline, gathering.visit, prepared.backoff, lambda: prepared.batches, lambda: NOTE)
+        run_pipeline(dense, gathering.visit, prepared.backoff, lambda: prepared.batches, lambda: NOTE)
     except _Routed:
-        return Prefix(wanted)
-    return Prefix(True, extras, gathering.weights, pipeline.losses)
+        return default
+    pipeline = ModelPipeline(prepared, results, weight, gradients=False, extras=extras, notes=[NOTE])
+    return Source(pipeline, gathering.weights, dense.losses)
 
 
 class _Routed(Exception):
@@ -203,17 +198,12 @@ class Pruning(Task):
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
         self.prepared, self.variants, self.bar, selection = prepared, variants, bar, prepared.selection
         bar.update(sum(not self.lacks(layer) for layer in selection.layers))
-        self.prefix = find_prefix(prepared, self.lacks, several=len(variants) > 1)
+        source = find_source(prepared, self, variants[0].pruned_weight, several=len(variants) > 1)
+        self.pipeline, self.dense_losses = source.pipeline, source.losses
         patterns = {layer.name: [variant.pattern_of(layer) for variant in variants] for layer in selection.layers}
         samples = 0 if prepared.data is None else prepared.data.num_samples
-        spec = StatisticsSpec.of(selection, patterns, samples, self.prefix.weights or {})
+        spec = StatisticsSpec.of(selection, patterns, samples, source.weights)
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
-        self.pipeline = self.prefix.pipeline(prepared, self, self._pruned_weight)
-
-    def _pruned_weight(self, layer: PrunableLayer) -> Tensor:
-        """The weight [d_out, d_in] of the first variant for a layer that has been solved, or stays dense."""
-        (variant, *_) = self.variants
-        return layer.matrix if layer.name in variant.skipped else variant.store.pruned_weight(layer)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         return any(variant.lacks(layer) for variant in self.variants)
@@ -244,7 +234,7 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
         allocate_sparsity(prepared, variants)
     task = Pruning(prepared, variants, bar)
     run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
-    task.pipeline.losses = task.pipeline.losses or list(task.prefix.losses)
+    task.pipeline.losses = task.pipeline.losses or list(task.dense_losses)
     for variant in variants:
         variant.notes += [*task.pipeline.notes, *task.notes]
         require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")

@@ -175,7 +175,8 @@ class Recovery:
     def student(self, block: Block) -> StudentBlock:
         """Return an onloaded block with its pruned weights; parameters shared with other blocks do not train."""
         parameters, modules = set(map(id, block.module.parameters())), set(block.module.modules())
-        layers = [layer for layer in self.variant.layers if layer in self.store and id(layer.parameter) in parameters]
+        pruned = [layer for layer in self.variant.layers if layer.name in self.store.reports]
+        layers = [layer for layer in pruned if id(layer.parameter) in parameters]
         tuned = {layer.name for layer in layers if modules.issuperset(layer.modules)}
         patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
         smaller = {} if self.smaller is None else self.smaller.tensors(block)

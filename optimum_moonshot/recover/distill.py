@@ -132,7 +132,7 @@ class Distillation(Trainer):
         rows = [sum(float(cached.weights.sum()) for cached in shard) for shard in shards]
         *self.group_rows, self.heldout_rows = map(sum, zip(*self.ranks.all_gather_object(rows), strict=True))
         with self.backoff.together(), self.removed():
-            layers = [layer for layer in self.variant.layers if layer in store]
+            layers = [layer for layer in self.variant.layers if layer.name in store.reports]
             patterns = {layer.name: self.variant.pattern_of(layer) for layer in layers}
             weights = [(layer, store.weight(layer)) for layer in layers]
             names = trained_names(self.prepared.model, self.variant.selection.config)
