@@ -15,7 +15,7 @@ from ..errors import require
 from ..model.calls import frozen
 from ..model.mixtures import find_mixtures
 from ..objective.patterns import Experts
-from ..pipeline.inputs import prepare, sample_folder
+from ..pipeline.inputs import prepare
 from ..pipeline.selection import Subject, select_experts
 from ..pipeline.variant import Variant, attach_report, share_recovered
 from ..recover.blockwise import SmallerModel
@@ -36,7 +36,7 @@ def prune_experts(
     """
     started, recovering = time.perf_counter(), 0.0
     selection = select_experts(subject.model, config)
-    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    prepared = prepare(subject, selection, calibration, resume_dir)
     message = "pattern='experts' needs data"
     require(prepared.data is not None, message, field="calibration", value=None)
     parameters, pattern = _count(subject.model), selection.config.parsed_pattern

@@ -220,7 +220,11 @@ def check_around(
             raise MoonshotError("the model reads more of its blocks than their hidden state", hint=_HINT) from error
         require(len(calls) == len(blocks), "the model calls other blocks where these return their input", hint=_HINT)
         for block, call, first in zip(blocks, calls, expected, strict=True):
-            same = _alike(call, (first.args, first.kwargs))
+            (values, form), (others, of_first) = tree_flatten(call), tree_flatten((first.args, first.kwargs))
+            same = form == of_first and all(
+                torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
+                for x, y in zip(values, others, strict=True)
+            )
             require(same, f"{block.name}: its arguments depend on what other blocks compute", hint=_HINT)
         if gradients:
             logits, gradient, _ = loss_gradient(model, output, batch, loss)
@@ -229,15 +233,6 @@ def check_around(
             last = deltas[-1]
             alike = last is not None and all(delta is not None and close(delta, last) for delta in deltas)
             require(alike, "the loss depends on blocks otherwise than by the last one's output", hint=_HINT)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether the tensors of two trees are equal."""
-    (left, shape), (right, other) = tree_flatten(a), tree_flatten(b)
-    return shape == other and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
-        for x, y in zip(left, right, strict=True)
-    )
 
 
 @contextmanager

@@ -66,7 +66,8 @@ def read_data(
         )
         lengths = {name: getattr(config, name) for name in ("num_samples", "sequence_length", "seed")}
         data = load_image_text(pairs, subject.processor, max_positions=max_positions(model), **lengths)
-        _check_ids(model, data, "processor")
+        for batch in data.batches:
+            check_tokens(model, batch["input_ids"], "processor")
         return data  # whose loss is that of the text
     if takes_images(model) and (source := open_images(calibration)) is not None:
         labels = gradients and (subject.loss is None or source.label is not None)
@@ -74,7 +75,8 @@ def read_data(
     options["sequence_length"] = config.sequence_length
     options["usable"] = usable(subject, selection)
     data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
-    _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
+    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
+        check_tokens(model, ids, "input_ids" if data.model_inputs else "tokenizer")
     masked = gradients and subject.loss is None
     batches, note = add_labels(model, data.batches, subject.tokenizer, config.seed, masked)
     if note is not None:
@@ -85,11 +87,6 @@ def read_data(
 def usable(subject: Subject, selection: Selection) -> Usable | None:
     """Which samples of model inputs have a label; None where the loss is the caller's, and labels may mean anything."""
     return None if subject.loss is not None else partial(labelled, subject.model, required=selection.needs_losses)
-
-
-def _check_ids(model: nn.Module, data: CalibrationData, given_by: str) -> None:
-    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
-        check_tokens(model, ids, given_by)
 
 
 def with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:

@@ -13,6 +13,7 @@ from ..data.text import CalibrationData, SelfCalibration
 from ..errors import require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
+from ..model.losses import OutputLoss
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
 from ..model.weights import RESIDENT
 from .backoff import Backoff
@@ -106,30 +107,25 @@ class Prepared:
         return model_function(self.model, self.probe, self.subject.loss if self.selection.needs_losses else None)
 
 
-def sample_folder(
-    subject: Subject, folder: str | os.PathLike[str] | None, field: str = "resume_dir"
-) -> RunFolder | None:
-    """The folder of generated samples in that of a run ("resume_dir") or of variants ("work_dir").
-
-    None: in memory, or this process does not write.
-    """
-    if folder is None or not subject.ranks.is_main:
-        return None
-    return RunFolder(folder, field).for_samples(of_one_run=field == "resume_dir")
-
-
 def prepare(
-    subject: Subject, selection: Selection, calibration: Any, samples_folder: RunFolder | None = None
+    subject: Subject,
+    selection: Selection,
+    calibration: Any,
+    folder: str | os.PathLike[str] | None = None,
+    field: str = "resume_dir",
 ) -> Prepared:
     """Check the model, which stays as it is, and read the data; of several processes the first one reads them for all.
 
-    `calibration` is as for `MoonshotPruner.prune`. `samples_folder` is for samples that the model generates.
+    `calibration` is as for `MoonshotPruner.prune`. Samples that the model generates are in the folder of a run
+    (`field` "resume_dir") or of variants ("work_dir"), else in memory.
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another
             process has another model or configuration; too little memory for a pass over a sample.
     """
-    config, ranks = selection.config, subject.ranks
+    config, ranks, samples_folder = selection.config, subject.ranks, None
+    if folder is not None and ranks.is_main:
+        samples_folder = RunFolder(folder, field).for_samples(of_one_run=field == "resume_dir")
     require(
         config.fisher_layers == "all" or any(layer.attention for layer in selection.layers),
         "no chosen layer belongs to an attention",
@@ -147,14 +143,14 @@ def prepare(
         for part, values in model_parts(subject.model, sums).items():
             ranks.check_equal(part, values)
     data = None
-    if calibration is not None and subject.ranks.is_main:
+    if calibration is not None and ranks.is_main:
         data = read_data(subject, selection, calibration, samples_folder)
         data = data if offloaded else with_samples_shown(subject, selection, data)
     data = ranks.broadcast_object(data)
-    if data is not None:
-        data = dataclasses.replace(data, notes=(*data.notes, *selection.loss_notes(subject.loss)))
     if data is None:
         check_without_data(selection)
+    elif selection.needs_losses and isinstance(subject.loss, OutputLoss):  # the model has no head
+        data = dataclasses.replace(data, notes=(*data.notes, f"Fisher loss: {subject.loss}"))
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     samples_folder = None if SelfCalibration.of(calibration) is None else samples_folder
     prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), samples_folder)

@@ -90,24 +90,20 @@ class StatisticsSpec:
         return GradientPlan(column_block=max(sizes) if compressed else None)
 
     def bytes_of(self, layer: PrunableLayer) -> int:
-        """Bytes of a layer's statistics."""
-        return self.gram_bytes(layer) + self.gradient_bytes(layer)
+        """Bytes of a layer's statistics: its Gram matrices, or their diagonals, and its gradients."""
+        inputs, (d_out, d_in) = self.gram_bytes(layer), layer.shape
+        if not self.needs_gradients(layer):
+            return inputs
+        plan = self.plan(layer)
+        if plan.shared:
+            return 2 * inputs + 4 * d_out * d_in * plan.squares
+        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
+        return inputs + 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
 
     def gram_bytes(self, layer: PrunableLayer) -> int:
         """Bytes of its Gram matrices, or of their diagonals."""
         d_in = layer.shape[1]
         return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
-
-    def gradient_bytes(self, layer: PrunableLayer, plan: GradientPlan | None = None) -> int:
-        """Bytes of its gradients by a plan, which may have the rows of a slice; None is the plan of the whole layer."""
-        if not self.needs_gradients(layer):
-            return 0
-        plan = self.plan(layer) if plan is None else plan
-        d_out, d_in = layer.shape
-        if plan.shared:
-            return self.gram_bytes(layer) + 4 * d_out * d_in * plan.squares
-        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
-        return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
 
     def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
         """How a layer, with statistics of `size` bytes in this process, can be collected in slices."""
@@ -115,7 +111,8 @@ class StatisticsSpec:
             return Slicing(layer.groups, 0, -(-size // layer.groups))
         if not self.needs_rows(layer) or not self.solver.ranks_removals:
             return Slicing(1, self.bytes_of(layer), 0)
-        return Slicing(layer.shape[0], self.gram_bytes(layer), self.gradient_bytes(layer) // layer.shape[0])
+        inputs = self.gram_bytes(layer)
+        return Slicing(layer.shape[0], inputs, (self.bytes_of(layer) - inputs) // layer.shape[0])
 
     def slices(self, layer: PrunableLayer, size: int, memory: int) -> tuple[slice, ...]:
         """The rows or experts of each pass, for a layer that exceeds the memory; empty where one pass serves.

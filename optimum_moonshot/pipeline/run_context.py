@@ -37,18 +37,33 @@ def run_context(
     to offloaded blocks go to `offload_dir`.
 
     Raises:
-        MoonshotError: inference mode, a model that is packed or has the weights of a variant, or a loss or forward that
-            cannot be called; inside the block, a device that is out of memory.
+        MoonshotError: inference mode, a model that is packed, that another run works on or that has the weights of a
+            variant, weights that cannot be changed in place, or a loss or forward that cannot be called; inside the
+            block, a device that is out of memory.
     """
     model, loss = subject.model, subject.loss
     message = "torch.inference_mode() forbids gradients: prune outside of it"
     require(not torch.is_inference_mode_enabled(), message)
-    _check_writable(model)
+    inference = any(tensor.is_inference() for tensor in chain(model.parameters(), model.buffers()))
+    message = "its weights were created inside torch.inference_mode(), and cannot be changed outside of it"
+    require(not inference, message, field="model", hint="load it under torch.no_grad()")
+    for name, parameter in model.named_parameters():
+        shared = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
+        message = f"entries of {name} share their memory, as after expand()"
+        require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
     require(loss is None or callable(loss), "give a function of output and inputs", field="loss", value=loss)
     require(not is_packed(model), PACKED)
     with ExitStack() as undo:
         isolate(model, undo)
-        _occupy(model, call, undo)
+        # Other threads cannot call the model, and nobody can start another run on it or on a part of it.
+        parents = {name[:end] for name, _ in find_blocks(model) for end, letter in enumerate(name) if letter == "."}
+        modules = {module for name, module in model.named_modules() if not name or name in parents}
+        with _LOCK:
+            check_idle(model, call)
+            _RUNNING.update(modules)
+            undo.callback(_RUNNING.difference_update, modules)
+        for module in modules:
+            replace_call(module, partial(_call, module, threading.get_ident()), undo, CALL)
         notes = use_differentiable_attention(model, undo)
         ranks = SINGLE_PROCESS if call is None else undo.enter_context(processes())
         for context in (called_by(model, forward), rest_onloaded(model), wide_products(model)):
@@ -59,37 +74,6 @@ def run_context(
         progress = subject.progress and ranks.is_main
         with enough_memory():
             yield dataclasses.replace(subject, progress=progress, ranks=ranks, notes=notes)
-
-
-def _check_writable(model: nn.Module) -> None:
-    """Check that the weights of a model can be changed in place.
-
-    Raises:
-        MoonshotError: for the first that cannot be.
-    """
-    inference = any(tensor.is_inference() for tensor in chain(model.parameters(), model.buffers()))
-    message = "its weights were created inside torch.inference_mode(), and cannot be changed outside of it"
-    require(not inference, message, field="model", hint="load it under torch.no_grad()")
-    for name, parameter in model.named_parameters():
-        shared = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
-        message = f"entries of {name} share their memory, as after expand()"
-        require(not shared, message, field="model", hint="clone it: weight.data = weight.data.clone()")
-
-
-def _occupy(model: nn.Module, call: str | None, undo: ExitStack) -> None:
-    """Until `undo` closes, other threads cannot call the model, and nobody can start another run on it.
-
-    Raises:
-        MoonshotError: a run on the model, or on a part of it, is at work, or a call would change a variant's weights.
-    """
-    parents = {name[:end] for name, _ in find_blocks(model) for end, letter in enumerate(name) if letter == "."}
-    modules = {module for name, module in model.named_modules() if not name or name in parents}
-    with _LOCK:
-        check_idle(model, call)
-        _RUNNING.update(modules)
-        undo.callback(_RUNNING.difference_update, modules)
-    for module in modules:
-        replace_call(module, partial(_call, module, threading.get_ident()), undo, CALL)
 
 
 def _call(module: nn.Module, thread: int, *args: Any, **kwargs: Any) -> Any:

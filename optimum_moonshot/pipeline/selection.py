@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from ..config import MoonshotConfig
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, error_context, require
 from ..model.layers import NamedParameter, PrunableLayer, Structure, find_structure
-from ..model.losses import Loss, OutputLoss
+from ..model.losses import Loss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
-from ..model.word_embeddings import bytes_beside, rounded_to, word_embeddings
+from ..model.word_embeddings import rounded_to, word_embeddings
 from ..objective.grid import BITS, Grid
 from ..objective.linalg import all_finite
 from ..objective.patterns import Experts, MixedNM, Pattern, Structured
@@ -105,24 +105,17 @@ class Selection:
         assert self.config.embedding_grid is not None
         return rounded_to(self.config.embedding_grid, embedding)
 
-    def bytes_beside(self, model: nn.Module, layers: Sequence[PrunableLayer]) -> int:
-        """Bytes of the parameters outside of these pruned layers in a packed checkpoint."""
-        return bytes_beside(model, layers, self.config.embedding_grid)
-
     @property
     def needs_gradients(self) -> bool:
         """Whether some layer has a Fisher loss."""
         return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
 
     @property
-    def rotates_by_gradients(self) -> bool:
-        """Whether a rotation weighs the layers by their Fisher losses."""
-        return self.config.rotation is not None and self.config.rotation_weights == "fisher"
-
-    @property
     def needs_losses(self) -> bool:
         """Whether a backward pass starts from the samples' losses: for the layers, an allocation, or a rotation."""
-        return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
+        config = self.config
+        rotates_by_gradients = config.rotation is not None and config.rotation_weights == "fisher"
+        return rotates_by_gradients or config.allocation == "fisher" or self.needs_gradients
 
     @property
     def shares_fisher(self) -> bool:
@@ -140,10 +133,6 @@ class Selection:
         structured = isinstance(self.config.parsed_pattern, Structured | Experts)
         cheap = self.shares_fisher or not self.needs_gradients
         return None if cheap and self.kind == "language" and self.solver.calibrated and not structured else False
-
-    def loss_notes(self, loss: Loss | None) -> list[str]:
-        """A note on the loss, where it is used and the model has no head."""
-        return [f"Fisher loss: {loss}"] if self.needs_losses and isinstance(loss, OutputLoss) else []
 
     def with_lam(self, config: MoonshotConfig) -> "Selection":
         """The same layers and patterns by a configuration that differs in λ alone."""

@@ -311,7 +311,7 @@ class Trace:
             self.add("dense weights", HOST, sum(map(weight_bytes, selection.layers)))
         else:
             self.add("rotated weights", run.offloaded.place, run.offloaded.total)
-        self._walk(run.dense(GramMatrices, 1.0, selection.rotates_by_gradients), "rotation")
+        self._walk(run.dense(GramMatrices, 1.0, selection.config.rotation_weights == "fisher"), "rotation")
         self.held.pop("dense weights", None)
 
     def _recovery(self) -> None:

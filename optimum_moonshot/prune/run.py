@@ -11,7 +11,7 @@ from ..config import MoonshotConfig
 from ..experts.run import prune_experts
 from ..model.calls import frozen
 from ..objective.patterns import Experts
-from ..pipeline.inputs import prepare, sample_folder
+from ..pipeline.inputs import prepare
 from ..pipeline.selection import Subject, select
 from ..pipeline.variant import Variant, share_recovered
 from ..progress import progress_bar
@@ -33,7 +33,7 @@ def prune_model(
         return prune_experts(subject, config, calibration, resume_dir)
     started, recovering = time.perf_counter(), 0.0
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    prepared = prepare(subject, selection, calibration, resume_dir)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
@@ -64,7 +64,7 @@ def rotate_model(
     """Rotate a model for `MoonshotPruner.rotate`."""
     calibration = config.calibration if calibration is None else calibration
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    prepared = prepare(subject, selection, calibration, resume_dir)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         with rotated(prepared, [variant], stays=True):

@@ -40,7 +40,7 @@ def rotatable_spaces(prepared: Prepared, patterns: PatternsOf) -> tuple[list[Spa
     by_layer = {layer.name: patterns(layer) for layer in selection.layers}
     permuted = [name for name, of_layer in by_layer.items() if competing(of_layer)]
     # Rows that the solver compares with each other are scaled by their gradients, if it uses them.
-    weighted = selection.rotates_by_gradients and not selection.solver.objective.diagonal_only
+    weighted = selection.config.rotation_weights == "fisher" and not selection.solver.objective.diagonal_only
     compared = [name for name, of_layer in by_layer.items() if any(isinstance(one, Unstructured) for one in of_layer)]
     heads = selection.config.rotation == "heads"
     return find_all_spaces(prepared.model, prepared.probe, heads, permuted, compared if weighted else [])
@@ -61,7 +61,7 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
         MoonshotError: bad data or statistics, or too little memory.
     """
     selection = prepared.selection
-    fisher = selection.rotates_by_gradients
+    fisher = selection.config.rotation_weights == "fisher"
     # Every λ < 1 requires the same backward passes.
     prepared = dataclasses.replace(prepared, selection=selection.of_the_dense_model(0.5 if fisher else 1.0))
     gathering = _Gathering(prepared, spaces, patterns)

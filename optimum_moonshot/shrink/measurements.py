@@ -4,7 +4,7 @@ import dataclasses
 
 from ..model.calls import frozen
 from ..objective.patterns import Structured
-from ..pipeline.inputs import prepare, sample_folder
+from ..pipeline.inputs import prepare
 from ..pipeline.selection import select
 from .decision import Tables, measure_tables, useful_widths
 from .experts import expert_trials
@@ -24,8 +24,7 @@ def measure_parts(run: Shrinking, dense: Tables | None = None) -> tuple[Tables, 
     subject, config, model = run.subject, run.config, run.model
     # At λ < 1, so that the samples have labels for the losses.
     selection = select(model, dataclasses.replace(config, lam=LAM_HEADS, recover=None))
-    samples = sample_folder(subject, run.folder("measured"))
-    prepared = prepare(subject, selection, run.calibration, samples)
+    prepared = prepare(subject, selection, run.calibration, run.folder("measured"))
     check_tokens(prepared)
     names = {layer.name for layer in selection.layers}
     pattern = config.parsed_pattern

@@ -20,7 +20,7 @@ from ..errors import require
 from ..model.calls import frozen
 from ..objective.patterns import Experts, implies_sparsity
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, prepare, sample_folder
+from ..pipeline.inputs import Prepared, prepare
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.selection import Selection, Subject, select
 from ..pipeline.variant import Variant
@@ -126,7 +126,7 @@ def solve_variants(
     `measure` is called when the data have been read, while the model is dense and not rotated.
     """
     started = time.perf_counter()
-    prepared = prepare(subject, _widest(selections), calibration, sample_folder(subject, work_dir, "work_dir"))
+    prepared = prepare(subject, _widest(selections), calibration, work_dir, "work_dir")
     message = "variants compare on calibration data; give some"
     require(prepared.data is not None, message, field="calibration", value=None)
     variants: list[Variant] = []
