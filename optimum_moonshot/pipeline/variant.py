@@ -143,15 +143,6 @@ class Variant:
             return layer.matrix
         return (self.store.before_recovery.get(layer.name) or self.store.loader(layer.name))()
 
-    def result(self, written: Written, stored: Callable[[Written], Tensor]) -> Tensor:
-        """The final tensor of a layer or a parameter: the one in the store, if it has one, and embeddings rounded."""
-        if isinstance(written, PrunableLayer):
-            return stored(written)
-        tensor = stored(written) if written.name in self.store.parameters else written.matrix
-        embeddings = self.selection.embeddings(self.model)
-        rounds = any(written.parameter is embedding.parameter for embedding in embeddings)
-        return self.selection.rounded(tensor) if rounds else tensor
-
     def commit(self, keep: bool = False) -> None:
         """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
 
@@ -258,9 +249,14 @@ def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
                     weights.replace(each.parameter, _parameter(each, variant.store.loader(each.name)))
                 continue
             with weights.onloaded():
+                embeddings = variant.selection.embeddings(variant.model)
                 for each in written:
                     dense.weights[each.name] = each.matrix.to("cpu", copy=True)
-                    each.write(variant.result(each, weight))
+                    stored = isinstance(each, PrunableLayer) or each.name in variant.store.parameters
+                    result = weight(each) if stored else each.matrix
+                    if any(each.parameter is embedding.parameter for embedding in embeddings):
+                        result = variant.selection.rounded(result)
+                    each.write(result)
     except BaseException:
         dense.restore()
         raise

@@ -323,14 +323,9 @@ class Walk:
 
     def capture_from(self, first: int) -> None:
         """The inputs of the blocks behind the first, and with gradients the output gradient of the last one."""
-        for i in range(first, self.highest if self.gradients else self.lowest):
+        for i in range(first, self.highest + 1 if self.gradients else self.lowest):
             with self.blocks[i].onloaded():
                 self.forward(i)
-        if self.gradients:  # the outputs of the last block, which their gradients will replace
-            self.forwards += 1
-            with self.blocks[self.highest].onloaded(), torch.no_grad():
-                outputs = (self._output(self.highest, call) for call in self.calls[self.highest])
-                self.deltas = [self.storage.put(output, "output gradients") for output in outputs]
         for index, batch in enumerate(self.batches):
             if self.gradients:
                 self.differentiate_head(index, batch)
@@ -338,22 +333,26 @@ class Walk:
 
     @torch.no_grad()
     def forward(self, i: int) -> None:
-        """Compute the inputs of the next block by an onloaded one, whose inputs stay cached if its stage needs them."""
+        """Compute the inputs of the next block by an onloaded one, whose inputs stay cached if its stage needs them.
+
+        With gradients, the outputs of the last block are in `deltas`, where their gradients will replace them.
+        """
         self.forwards += 1
-        for index in range(len(self.batches)):
-            call, following = self.calls[i][index], self.calls[i + 1][index]
-            output = self._output(i, call)
-            if self.gradients and i >= self.lowest:
-                following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
+        block, outputs = self.blocks[i].module, list[Tensor]()
+        device = next(block.parameters()).device
+        for index, call in enumerate(self.calls[i]):
+            args, kwargs = to_device(join_hidden(call.hidden, call), device)
+            output = first_tensor(block(*args, **kwargs))
+            if self.gradients and i == self.highest:
+                outputs.append(self.storage.put(output, "output gradients"))
+            elif self.gradients and i >= self.lowest:
+                self.calls[i + 1][index].hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
             else:
-                following.hidden = call.hidden.copy_(output)
+                self.calls[i + 1][index].hidden = call.hidden.copy_(output)
+        if outputs:  # of all batches: another call after a shortage of memory needs complete ones
+            self.deltas = outputs
         if i < self.lowest:
             self.calls[i] = []
-
-    def _output(self, i: int, call: BlockCall) -> Tensor:
-        block = self.blocks[i].module
-        args, kwargs = to_device(join_hidden(call.hidden, call), next(block.parameters()).device)
-        return first_tensor(block(*args, **kwargs))
 
     def differentiate_head(self, index: int, batch: Batch) -> None:
         """The gradient of the last block's output on a batch, by the head alone; it replaces the output in `deltas`."""
