@@ -14,7 +14,6 @@ that a killed run continues bit for bit.
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -39,7 +38,7 @@ from ..reports.prune_report import MODEL, BlockReport
 from .blockwise import SmallerModel
 from .student import HOST, StudentModel, Tensors
 from .teacher import Teacher
-from .tuning import Optimizer, Progress, Trainer, step_parts, trained_names
+from .tuning import LOWERED, Optimizer, Progress, Trainer, step_parts, trained_names
 
 _PARTS = ("best", "value", "first", "second")  # prefixes of saved masters, and of Adam's first and second moments
 
@@ -48,7 +47,6 @@ _PARTS = ("best", "value", "first", "second")  # prefixes of saved masters, and 
 class DistillState(Progress):
     """The progress of a distillation; losses are divergences from the teacher, in nats per row of logits."""
 
-    first: float = math.inf  # loss of the pruned weights
     samples: int = 1  # the most samples of a pass
     recomputes: bool = False  # whether blocks recompute their activations in the backward pass
 
@@ -80,7 +78,7 @@ class DistillState(Progress):
                 ranks.broadcast(tensors.get(f"{part} {name}"), like, 0) for part in _PARTS
             )
             first, second = (moment.to(value.device, copy=True) for moment in moments)
-            step = torch.tensor(float(state.step))
+            step = torch.tensor(float(state.step - state.begun))
             optimizer.adam.state[value] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         optimizer.student.restore(values)
         return state
@@ -140,6 +138,9 @@ class Distillation(Trainer):
         with called_by(self.student.module, forward_of(self.prepared.model)):
             self._train()
         state, notes = self.state, self.early_stop()
+        if state.lowered:
+            rate = self.lr * LOWERED**state.lowered
+            notes.append(f"the learning rate was lowered to {rate:.2g}: recover_lr={self.lr:g} raised the divergence")
         gained = state.best < state.first
         notes += [] if gained else ["no gain: the pruned weights were kept"]
         self.student.restore(state.best_values)

@@ -26,6 +26,9 @@ STEP_SAMPLES = 8  # samples of one optimizer step
 HELDOUT_SHARE = 8  # one in this many samples is held out
 EVALUATIONS = 10  # of the held-out samples, spread evenly over the steps
 PATIENCE = 3  # evaluations without a new best before training stops
+# A learning rate that raises the held-out loss is lowered to this fraction, at most so often. The rate that suits the
+# demo Llama raises the divergence of SmolLM2-135M at sparsity 0.5 from 0.47 to 0.66 in two steps.
+LOWERED, MOST_LOWERED = 0.3, 3
 BETAS = (0.9, 0.95)
 TINY = 1e-12  # lower bound of |target|² in the relative error
 
@@ -84,6 +87,12 @@ class Optimizer:
         groups = [{"params": [value], "lr": lr * rate, "initial": lr * rate} for value, rate in student.rates()]
         self.adam = torch.optim.Adam(groups, betas=BETAS, foreach=False)  # True needs temporaries of the model's size
 
+    def reset(self) -> None:
+        """Set the moments to those before the first step."""
+        for moments in self.adam.state.values():
+            for tensor in moments.values():
+                tensor.zero_()
+
     def step(self, rate: float) -> None:
         """Take a step from the gradients of the masters, with a fraction `rate` of the initial learning rates."""
         self.student.finish_gradients()
@@ -98,10 +107,13 @@ class Optimizer:
 class Progress:
     """The progress of a training; losses are measured on the held-out samples."""
 
+    first: float = math.inf  # loss before the first step, if it is known
     best: float = math.inf
     last: float = 0.0
     step: int = 0  # steps taken; the next samples and learning rate follow from it
-    since: int = 0  # evaluations since the best
+    since: int = 0  # evaluations since the best, or since the rate was lowered
+    lowered: int = 0  # how often the learning rate was lowered
+    begun: int = 0  # the step at which it was lowered last
     best_values: Tensors = field(default_factory=dict)  # a snapshot of the student
 
     def evaluated(self, loss: float, student: Student) -> None:
@@ -109,6 +121,17 @@ class Progress:
         self.last, self.since = loss, self.since + 1
         if loss < self.best:
             self.best, self.since, self.best_values = loss, 0, student.snapshot()
+
+    @property
+    def too_fast(self) -> bool:
+        """Whether the steps have raised the loss, and the learning rate may be lowered."""
+        return not (self.last < self.first or self.best < self.first) and self.lowered < MOST_LOWERED
+
+    def lower(self, optimizer: "Optimizer") -> None:
+        """Begin anew from the first values at a lower learning rate; the schedule goes on."""
+        optimizer.student.restore(self.best_values)
+        optimizer.reset()
+        self.last, self.since, self.lowered, self.begun = self.first, 0, self.lowered + 1, self.step
 
     @property
     def stopped(self) -> bool:
@@ -156,11 +179,13 @@ class Trainer:
         total = progress.step + self.total - self.taken
         every = max(1, total // EVALUATIONS)
         while progress.step < total and not progress.stopped:
-            self.step(optimizer, (1 + math.cos(math.pi * progress.step / total)) / 2)
+            self.step(optimizer, LOWERED**progress.lowered * (1 + math.cos(math.pi * progress.step / total)) / 2)
             progress.step += 1
             evaluates = progress.step % every == 0 or progress.step == total
             if evaluates:
                 progress.evaluated(self.loss(), self.student)
+                if progress.too_fast:
+                    progress.lower(optimizer)
             yield evaluates
 
     def early_stop(self) -> list[str]:

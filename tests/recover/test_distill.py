@@ -1,5 +1,6 @@
 """Distillation trains a whole copy of the model: zeros, ties and grids stay, the loss never rises, runs resume."""
 
+import re
 from functools import partial
 
 import pytest
@@ -196,7 +197,7 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"bits": 4, "quant_group": 64}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"bits": 4, "quant_group": 64}, {"recover_lr": 0.9}], ids=str)
 @pytest.mark.parametrize("call", [slow(1), 5, slow(8)])
 def test_an_interrupted_run_continues_bit_for_bit(changes, call, tmp_path, monkeypatch):
     whole, resumed = make("llama").bfloat16(), make("llama").bfloat16()
@@ -254,10 +255,21 @@ def test_a_failure_leaves_the_model(monkeypatch):
     assert_no_hooks(model)
 
 
+def test_a_learning_rate_that_raises_the_loss_is_lowered():
+    (block,) = prune(make("llama"), recover_lr=0.9, recover_steps=40).recovery
+    (note,) = (note for note in block.notes if "learning rate" in note)
+    assert block.loss_after < block.loss_before
+    assert re.fullmatch(
+        r"the learning rate was lowered to 0\.(27|081|024): recover_lr=0\.9 raised the divergence", note
+    )
+    (block,) = prune(make("llama"), recover_steps=40).recovery
+    assert not any("learning rate" in note for note in block.notes)
+
+
 def test_the_loss_never_rises():
     plain, model = make("llama"), make("llama")
     prune(plain, recover=None)
-    (block,) = prune(model, recover_lr=0.9).recovery
+    (block,) = prune(model, recover_lr=0.9, recover_steps=1).recovery
     assert block.loss_after == block.loss_before and "no gain: the pruned weights were kept" in block.notes
     assert same(model, state(plain))
 
