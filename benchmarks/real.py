@@ -59,7 +59,10 @@ METHODS = {
     "recovered": {"recipe": "recovered"},
 }
 METHODS |= {
-    f"ALPS, {mode}": {"solver": "alps", "lam": 1, "recover": mode} for mode in ("blockwise", "gradual", "distill")
+    f"{name}, {mode}{f' {steps} steps' if steps else ''}": {**METHODS[name], "recover": mode, "recover_steps": steps}
+    for name in ("ALPS", "fast")
+    for mode in ("blockwise", "gradual", "distill")
+    for steps in (None, 40)
 }
 METHODS |= {f"{name}, dense statistics": {**fields, **DENSE} for name, fields in METHODS.items() if name != "magnitude"}
 # peer.py
@@ -75,7 +78,10 @@ SETTINGS |= {
     for share in SHARES
     for axis in ("blocks", "neurons", "heads", "hidden size")
 }
-SETTINGS |= {f"shrink {share}, distilled": {"parameters": share, "recover": "distill"} for share in SHARES}
+SETTINGS |= {
+    f"shrink {share}, distill 40 steps": {"parameters": share, "recover": "distill", "recover_steps": 40}
+    for share in SHARES
+}
 SETTINGS |= {
     f"{bits} bits, magnitude, embeddings {embeddings}": {
         "bits": bits, "solver": "magnitude", "embedding_bits": embeddings,
