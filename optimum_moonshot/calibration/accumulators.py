@@ -98,6 +98,7 @@ class TokenWeights(GradientStatistic):
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
+        super().__init__(layer, samples, storage)
         self.roots: list[Tensor] = []  # [T], in the order of the calls: by sample if the layer is called once for each
         self.row_squares = torch.zeros(layer.shape[0], device=layer.parameter.device)  # [d_out]
 
