@@ -56,36 +56,16 @@ Statistics = LayerStatistics | RowStatistics | ExpertStatistics
 
 
 def solve_layer(
-    solver: Solver,
-    layer: PrunableLayer,
-    patterns: Sequence[Pattern],
-    statistics: Statistics,
-    lam: float,
-    expert: Tensor | None = None,
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
 ) -> list[SolvedLayer]:
     """Prune a dense layer by several patterns, each with a result; one elimination serves as many patterns as possible.
-
-    `expert` is the matrix of a layer that is a single expert.
 
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
-    if layer.separate and expert is None:
+    if layer.separate:
         return _solve_experts(solver, layer, patterns, statistics, lam)
-    weight = layer.matrix if expert is None else expert
-    families: dict[Any, list[int]] = {}  # the indices of the patterns that one elimination serves
-    for index, pattern in enumerate(patterns):
-        families.setdefault(solver.family(pattern), []).append(index)
-    results: dict[int, SolvedLayer] = {}
-    for family in families.values():
-        served = [patterns[index] for index in family]
-        if isinstance(statistics, LayerStatistics):
-            solved = solve_matrix(solver, layer, weight, served, statistics, lam)
-        else:
-            assert isinstance(statistics, RowStatistics)
-            solved = statistics.solve(solver, served, lam, solver.column_block(weight.shape[1], served[0]))
-        results |= zip(family, solved, strict=True)
-    return [results[index] for index in range(len(patterns))]
+    return _solve_families(solver, layer, layer.matrix, patterns, statistics, lam)
 
 
 def _solve_experts(
@@ -106,7 +86,7 @@ def _solve_experts(
         expert = layer.expert(index)
         matrix = expert.matrix.contiguous()
         budgets = [_of_expert(pattern, index, matrix.numel()) for pattern in patterns]
-        solved = solve_layer(solver, expert, budgets, of_expert, lam, matrix)
+        solved = _solve_families(solver, expert, matrix, budgets, of_expert, lam)
         for weight, results, result in zip(weights, parts, solved, strict=True):
             weight[index] = result.weight
             results.append(result._replace(weight=weight[index]))
@@ -166,6 +146,30 @@ def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | No
     if fisher is None:
         return RelativeLoss(reconstruction, None, reconstruction)
     return RelativeLoss(reconstruction, fisher, lam * reconstruction + (1 - lam) * fisher)
+
+
+def _solve_families(
+    solver: Solver,
+    layer: PrunableLayer,
+    weight: Tensor,
+    patterns: Sequence[Pattern],
+    statistics: Statistics,
+    lam: float,
+) -> list[SolvedLayer]:
+    """The matrix [d_out, d_in] of a layer by families of patterns that one elimination serves."""
+    families: dict[Any, list[int]] = {}
+    for index, pattern in enumerate(patterns):
+        families.setdefault(solver.family(pattern), []).append(index)
+    results: dict[int, SolvedLayer] = {}
+    for family in families.values():
+        served = [patterns[index] for index in family]
+        if isinstance(statistics, LayerStatistics):
+            solved = solve_matrix(solver, layer, weight, served, statistics, lam)
+        else:
+            assert isinstance(statistics, RowStatistics)
+            solved = statistics.solve(solver, served, lam, solver.column_block(weight.shape[1], served[0]))
+        results |= zip(family, solved, strict=True)
+    return [results[index] for index in range(len(patterns))]
 
 
 @plain_functions()

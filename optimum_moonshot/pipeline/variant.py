@@ -240,7 +240,7 @@ class _Dense:
 @torch.no_grad()
 def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
     """Give every layer and parameter the tensor `weight(…)`; returns the dense ones, which a failure puts back."""
-    dense = _Dense(variant)
+    dense, embeddings = _Dense(variant), variant.selection.embeddings(variant.model)
     try:
         for weights, written in variant.written():
             if isinstance(weights, Offloaded):
@@ -249,7 +249,6 @@ def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
                     weights.replace(each.parameter, _parameter(each, variant.store.loader(each.name)))
                 continue
             with weights.onloaded():
-                embeddings = variant.selection.embeddings(variant.model)
                 for each in written:
                     dense.weights[each.name] = each.matrix.to("cpu", copy=True)
                     stored = isinstance(each, PrunableLayer) or each.name in variant.store.parameters
