@@ -202,6 +202,8 @@ def _check_tensor(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None
     fits = tensor.ndim == len(shape) and all(
         want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
     )
-    wanted = ", ".join("any" if size is None else str(size) for size in shape)
-    require(fits and tensor.numel() > 0, f"{name} has shape {list(tensor.shape)}: it must be [{wanted}] and not empty")
+    expected = ", ".join("any" if size is None else str(size) for size in shape)
+    require(
+        fits and tensor.numel() > 0, f"{name} has shape {list(tensor.shape)}: it must be [{expected}] and not empty"
+    )
     require(all_finite(tensor), f"{name} holds NaN or infinite values")

@@ -61,7 +61,8 @@ def keep_sparsity(
     masks = Masks(find_pruned(model, targets, ignore))
     optimizers = torch_optimizers(optimizer)
     parameters = {id(parameter) for parameter in model.parameters()}
-    trained = (id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"])
+    groups = (group for torch_optimizer in optimizers for group in torch_optimizer.param_groups)
+    trained = (id(parameter) for group in groups for parameter in group["params"])
     require(not parameters.isdisjoint(trained), "it trains no parameter of this model", field="optimizer")
     masks.attach(optimizers)
     try:
@@ -116,7 +117,8 @@ def _selected_layers(
     tied: dict[int, PrunableLayer] = {}  # by their parameter
     adapted = adapted_layers(model)
     for name, module, layer in named_layers(model):
-        if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
+        outer = (layer_name for layer_name in adapted if name.startswith(f"{layer_name}."))
+        if any(not name.startswith(f"{layer_name}.base_layer") for layer_name in outer):
             continue  # weights of an adapter, which PEFT stores in submodules next to `base_layer`
         weight = None if layer is None else module._parameters.get(layer.key)
         if layer is None or weight is None or not weight.is_floating_point():
@@ -154,8 +156,8 @@ class Masks:
         """Add the hooks, which preserve the zeros through every step of these optimizers until `detach`."""
         optimizers = torch_optimizers(optimizer)
         self.detach()
-        for each in optimizers:
-            self._handles.append(each.register_step_post_hook(lambda *_: self.apply()))
+        for torch_optimizer in optimizers:
+            self._handles.append(torch_optimizer.register_step_post_hook(lambda *_: self.apply()))
         for layer in self.layers:
             if layer.parameter.requires_grad:
                 # fully_shard runs this hook on the sharded gradient; the one of DistributedDataParallel runs after it.
@@ -205,14 +207,14 @@ def torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """
     single = hasattr(optimizer, "step") or not isinstance(optimizer, Iterable)
     optimizers: list[torch.optim.Optimizer] = []
-    each: Any
-    for each in [optimizer] if single else cast(Iterable[Any], optimizer):
-        while isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer):
-            each = each.optimizer
+    unwrapped: Any
+    for unwrapped in [optimizer] if single else cast(Iterable[Any], optimizer):
+        while isinstance(getattr(unwrapped, "optimizer", None), torch.optim.Optimizer):
+            unwrapped = unwrapped.optimizer
         # DeepSpeed's wrapper of its own optimizers has no hooks.
-        usable = isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_post_hooks")
-        require(usable, f"optimizer is a {type(each).__name__}: give torch.optim.Optimizer objects")
-        optimizers.append(each)
+        usable = isinstance(unwrapped, torch.optim.Optimizer) and hasattr(unwrapped, "_optimizer_step_post_hooks")
+        require(usable, f"optimizer is a {type(unwrapped).__name__}: give torch.optim.Optimizer objects")
+        optimizers.append(unwrapped)
     require(bool(optimizers), "the list is empty", field="optimizer", hint="give the optimizers of the model")
     return optimizers
 

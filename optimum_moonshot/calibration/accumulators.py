@@ -174,14 +174,14 @@ class RowGradients(GradientStatistic):
 
 
 class Samples(RowGradients):
-    """A_n [n, rows, d_in] of the n samples that this process reads (`here`, None for all)."""
+    """A_n [n, rows, d_in] of the n samples that this process reads (`local_samples`, None for all)."""
 
     def __init__(
-        self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan, here: int | None = None
+        self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan, local_samples: int | None = None
     ):
         super().__init__(layer, plan.rows)
         self.samples, self.storage = samples, storage
-        shape = (samples if here is None else here, self.count, layer.shape[1])
+        shape = (samples if local_samples is None else local_samples, self.count, layer.shape[1])
         self.value = self.window = storage.zeros(shape, torch.float32, f"{layer.name}: gradients")
 
     def begin(self, first: int, count: int) -> None:

@@ -34,9 +34,11 @@ class MixtureStatistics(NamedTuple):
 
 
 class MixtureSums:
-    """The sums of one mixture, of the samples that this process reads (`here`, None for all N)."""
+    """The sums of one mixture, of the samples that this process reads (`local_samples`, None for all N)."""
 
-    def __init__(self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, here: int | None = None):
+    def __init__(
+        self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, local_samples: int | None = None
+    ):
         self.mixture, count = mixture, mixture.count
         self.samples = samples
 
@@ -44,7 +46,7 @@ class MixtureSums:
             return storage.zeros(shape, torch.float64, f"{mixture.name}: statistics of its experts")
 
         self.gram, self.norms, self.tokens = zeros(count, count), zeros(count), zeros(count)
-        self.gradients = zeros(samples if here is None else here, count) if gradients else None
+        self.gradients = zeros(samples if local_samples is None else local_samples, count) if gradients else None
         self.sample = 0
         self.waiting: list[MixtureCall] = []  # without a gradient yet
 
@@ -85,13 +87,20 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         gradients: whether to collect B; the caller then runs backward passes, one sample at a time.
         samples: N, calibration samples in all.
         storage: allocates the statistics.
-        here: the samples of this process, if several share them; None is all.
+        local_samples: the samples of this process, if several share them; None is all.
     """
 
     def __init__(
-        self, mixtures: Sequence[Mixture], gradients: bool, samples: int, storage: Storage, here: int | None = None
+        self,
+        mixtures: Sequence[Mixture],
+        gradients: bool,
+        samples: int,
+        storage: Storage,
+        local_samples: int | None = None,
     ):
-        self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage, here) for mixture in mixtures}
+        self.sums = {
+            mixture.name: MixtureSums(mixture, gradients, samples, storage, local_samples) for mixture in mixtures
+        }
         self.gradients = self.sums if gradients else {}
         self._hooks = ExitStack()
 

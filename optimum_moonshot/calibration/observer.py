@@ -181,10 +181,10 @@ class InputSums:
         for name, reads in shared.readers.items():
             if tuple(reads) not in by_reads:
                 call = self.held[reads[0]]
-                by_reads[tuple(reads)] = made = self._make(call.layer, call.inputs.device)
+                by_reads[tuple(reads)] = sums = self._make(call.layer, call.inputs.device)
                 for held in (self.held[key] for key in dict.fromkeys(reads)):
                     for tokens in held.called.tokens(held.inputs, held.mask):
-                        for statistic in made.statistics.values():
+                        for statistic in sums.statistics.values():
                             statistic.add(tokens, held.called.called_groups)
             self.of_layer[name] = by_reads[tuple(reads)]
             by_reads[tuple(reads)].readers[name] = []
@@ -244,7 +244,7 @@ class Observer(AbstractContextManager["Observer"]):
         plans: the statistics of the gradients of layers, by name; the gradients of other layers are stored.
         share: layers that read the same tensor have one Gram matrix; a batch's inputs then live until its end.
         extra: further statistics, of all layers, or of the layers with gradients where they need gradients.
-        here: the samples of this process, if several share them; None is all.
+        local_samples: the samples of this process, if several share them; None is all.
         into: layer → memory for the sums over its inputs, of their shape; other layers have new memory.
     """
 
@@ -258,11 +258,11 @@ class Observer(AbstractContextManager["Observer"]):
         plans: Mapping[str, GradientPlan] | None = None,
         share: bool = True,
         extra: Sequence[type[InputStatistic] | type[GradientStatistic]] = (),
-        here: int | None = None,
+        local_samples: int | None = None,
         into: Mapping[str, Tensor] | None = None,
     ):
         self.layers, self.diagonal, self.samples = layers, diagonal, samples
-        self.here = samples if here is None else here
+        self.local_samples = samples if local_samples is None else local_samples
         self.kind: type[InputSum] = InputSquares if diagonal else Gram
         kinds: list[type[InputStatistic]] = [self.kind, *(kind for kind in extra if issubclass(kind, InputStatistic))]
         kinds += [TokenCounts] if any(layer.separate for layer in layers) else []
@@ -279,7 +279,7 @@ class Observer(AbstractContextManager["Observer"]):
             elif not plan.nothing and plan.column_block is not None:
                 statistics[GradientStatistic] = RowMatrices(layer, samples, storage, plan)
             elif not plan.nothing:
-                statistics[GradientStatistic] = Samples(layer, samples, storage, plan, here)
+                statistics[GradientStatistic] = Samples(layer, samples, storage, plan, local_samples)
             if plan.totals is not None:
                 statistics[LayerTotals] = LayerTotals(layer, samples, plan.totals)
             more = [kind for kind in extra if issubclass(kind, GradientStatistic)]
@@ -391,7 +391,7 @@ def merge_statistics(observer: Observer, merger: Merger, owners: Mapping[str, Ow
         MoonshotError: layers share their statistics in some processes only, or a statistic cannot be merged.
     """
     _merge_inputs(observer, merger)
-    sizes = merger.values(observer.here) if observer.gradients else []
+    sizes = merger.values(observer.local_samples) if observer.gradients else []
     for layer in observer.layers:
         of_layer, sums = merger.of_layer(owners.get(layer.name), sizes), observer.gradients.get(layer.name)
         for statistic in sums.statistics.values() if sums is not None else ():

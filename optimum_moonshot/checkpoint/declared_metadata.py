@@ -140,10 +140,10 @@ class WeightLocations:
         if conversion is None:
             return {self.weights[weight]: content for weight, content in contents.items() if weight in self.weights}
         try:
-            made = conversion.parameters(contents)
+            converted = conversion.parameters(contents)
         except Exception as error:  # of transformers' operations
             raise MoonshotError(f"transformers cannot convert it: {reason(error)}") from error
-        return {self.parameters[name]: tensor for name, tensor in made.items() if name in self.parameters}
+        return {self.parameters[name]: tensor for name, tensor in converted.items() if name in self.parameters}
 
     def as_matrix(self, layer: str, tensor: Tensor) -> Tensor:
         """Convert a tensor from the layout of a layer's weight in the files to [d_out, d_in]."""

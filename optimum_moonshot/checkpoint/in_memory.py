@@ -317,7 +317,7 @@ def initialize_buffers(model: nn.Module) -> None:
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
         if isinstance(module, PackedEmbedding) and module._buffers.keys() & module._non_persistent_buffers_set:
-            dense, owner = _origin(name, module), max((each for each in models if name.startswith(each)), key=len)
+            dense, owner = _origin(name, module), max((parent for parent in models if name.startswith(parent)), key=len)
             dense._buffers |= {key: module._buffers[key] for key in dense._buffers}
             with torch.no_grad():
                 models[owner]._init_weights(dense)

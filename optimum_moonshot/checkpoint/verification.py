@@ -331,7 +331,7 @@ class _Comparison:
         patterns, lines = self.patterns[source], []
         for pattern in dict.fromkeys(patterns.values()):
             names = [name for name, declared in patterns.items() if declared == pattern]
-            wrong = [name for name in names if any(pattern in each.wrong for each in self.matrices.get(name, ()))]
+            wrong = [name for name in names if any(pattern in matrix.wrong for matrix in self.matrices.get(name, ()))]
             if wrong:
                 problem = f"{len(wrong)} of {len(names)} layers are not, such as {wrong[0]}"
                 lines.append(f"{source} says {pattern}: {problem}")

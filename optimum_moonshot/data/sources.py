@@ -132,8 +132,8 @@ class ModelInputs:
             names = set(batch) - {"attention_mask"}
             first = names if first is None else first
             if names != first:
-                both = f"{', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}"
-                raise MoonshotError(f"{what} has {both}", hint="give all the same inputs")
+                difference = f"{', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}"
+                raise MoonshotError(f"{what} has {difference}", hint="give all the same inputs")
             yield from unpack(batch, what)
 
     def _read(self) -> Iterator[Any]:

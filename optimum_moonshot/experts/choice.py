@@ -70,8 +70,8 @@ class MixtureProblems:
             return
         self.where = mixtures[0].name
         prepared, gradients = self.prepared, self.selection.needs_gradients
-        samples, here = prepared.calibration.num_samples, prepared.samples_here
-        watched = MixtureObserver(mixtures, gradients, samples, prepared.storage, here)
+        samples, local_samples = prepared.calibration.num_samples, prepared.local_samples
+        watched = MixtureObserver(mixtures, gradients, samples, prepared.storage, local_samples)
         with prepared.backoff.passing(watched, merge_mixtures) as observer:
             stage.observe(observer, advance=True)
         for mixture in mixtures:

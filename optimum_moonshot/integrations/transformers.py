@@ -260,11 +260,11 @@ def _keep_packed(
     for name, stored in weights.items():
         layer, source = stored.layer, tied.get(name, name)
         names = [name, *(other for other in (source, *tied) if other != name and tied.get(other, other) == source)]
-        modules = [model.get_submodule(each.rpartition(".")[0]) for each in names]
-        device, *others = dict.fromkeys(_device_of(each.rpartition(".")[0], device_map) for each in names)
+        modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        device, *others = dict.fromkeys(_device_of(name.rpartition(".")[0], device_map) for name in names)
         why = "offloaded" if device is None else stored.obstacle or packing_obstacle(modules, layer)
         why = "tied to a weight on another device" if others else why
-        layers = [each.removesuffix(_WEIGHT) for each in names]
+        layers = [name.removesuffix(_WEIGHT) for name in names]
         if why is not None or device is None:
             chosen |= dict.fromkeys(layers, f"{DENSE}{why}")
             continue

@@ -124,9 +124,9 @@ class Library:
         self, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, bias: Tensor | None
     ) -> "DirectProduct":
         """The function x → `product`, with precomputed arguments; it returns None for more than `most_rows` rows."""
-        kept = values, meta, offsets, bias  # referenced, since their addresses are used
+        referenced = values, meta, offsets, bias  # referenced, since their addresses are used
         matrix, shape = _matrix(values, meta, offsets, d_in), (len(meta), d_in)
-        return DirectProduct(self.functions["product"], matrix, shape, kept, (), self.most_rows)
+        return DirectProduct(self.functions["product"], matrix, shape, referenced, (), self.most_rows)
 
     def grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None
@@ -182,9 +182,9 @@ class Library:
         self, matrix: QuantizedMatrix, bias: Tensor | None, wide: bool, most_rows: int
     ) -> "DirectProduct":
         """Like `direct_product`, but x → `quantized_product`."""
-        kept = matrix.codes, matrix.scale, matrix.meta, matrix.offsets, bias
+        referenced = matrix.codes, matrix.scale, matrix.meta, matrix.offsets, bias
         function = self.functions["quantized_product"]
-        return DirectProduct(function, _quantized(matrix), matrix.shape, kept, (wide,), most_rows)
+        return DirectProduct(function, _quantized(matrix), matrix.shape, referenced, (wide,), most_rows)
 
     def quantized_grouped(
         self, outputs: Tensor, inputs: Tensor, counts: Tensor, matrix: QuantizedMatrix, wide: bool = False

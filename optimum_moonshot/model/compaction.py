@@ -102,11 +102,11 @@ class Family:
     def _most(self) -> int:
         return min(self.count - 1, *(dead.shape[1] for _, _, dead in self.members))
 
-    def obstacle(self, gone: int) -> str | None:
-        """The reason why not more than `gone` groups can be removed, apart from the configuration's; None if none."""
-        if gone < self.dead:
+    def obstacle(self, number: int) -> str | None:
+        """The reason why not more than `number` groups can be removed, apart from the configuration's; None if none."""
+        if number < self.dead:
             return None
-        if gone < self._most:
+        if number < self._most:
             return f"a multiple of {self.multiple} neurons remains in an expert, for the products of transformers"
         return "other layers of its kind have fewer, and the configuration has one width for all"
 
@@ -222,10 +222,10 @@ class GroupSearch:
         """Changes that may remove one of some numbers of groups."""
         fields = dict(whole_numbers(config))
         if family.size == 1:
-            for gone in numbers:
-                likely = [name for name, value in fields.items() if value == family.count]
-                for name in likely + [name for name, value in fields.items() if value is None]:
-                    yield {name: family.count - gone}
+            for number in numbers:
+                matching = [name for name, value in fields.items() if value == family.count]
+                for name in matching + [name for name, value in fields.items() if value is None]:
+                    yield {name: family.count - number}
             return
         counts = {name: value for name, value in fields.items() if value}
         heads: dict[str, list[str]] = {}  # by their configuration: nested ones belong to other parts
@@ -239,8 +239,8 @@ class GroupSearch:
             for together in range(len(names), 0, -1)
             for chosen in itertools.combinations(names, together)
         ]
-        for gone, chosen in itertools.product(numbers, subsets):
-            scaled = {name: counts[name] // family.count * (family.count - gone) for name in chosen}
+        for number, chosen in itertools.product(numbers, subsets):
+            scaled = {name: counts[name] // family.count * (family.count - number) for name in chosen}
             yield {**scaled, **_head_size(config, counts, chosen, family)}
 
     def _explain(self, shapes: Shapes) -> dict[Family, int] | None:
@@ -250,11 +250,11 @@ class GroupSearch:
             layer = family.members[0][0]
             name = self.names[id(layer.parameter)][0]
             width = shapes.get(name, (0, 0))[layer.axes[1]]
-            gone, rest = divmod(family.size * family.count - width, family.size)
-            if rest or gone % family.multiple or not 0 <= gone <= family.dead:
+            number, remainder = divmod(family.size * family.count - width, family.size)
+            if remainder or number % family.multiple or not 0 <= number <= family.dead:
                 return None
-            if gone:
-                removed[family] = gone
+            if number:
+                removed[family] = number
         expected = dict(self.shapes)
         for name, cuts in self._cuts(removed).items():
             shape = list(expected[name])
@@ -271,11 +271,11 @@ class GroupSearch:
             for name in self.names[id(parameter)] if parameter is not None else ():
                 cuts.setdefault(name, []).append((dim, keep))
 
-        for family, gone in removed.items():
+        for family, number in removed.items():
             for layer, groups, dead in family.members:
-                cut(layer.parameter, layer.axes[1], _without(groups.columns, dead[:, :gone]))
+                cut(layer.parameter, layer.axes[1], _without(groups.columns, dead[:, :number]))
                 for producer, served in groups.rows.items():
-                    source, keep = self.layers[producer], _without(served, dead[:, :gone])
+                    source, keep = self.layers[producer], _without(served, dead[:, :number])
                     cut(source.parameter, source.axes[0], keep)
                     cut(source.bias, 1 if source.separate else 0, keep)
         return cuts
@@ -294,15 +294,15 @@ class GroupSearch:
         """Dead groups that remain as zeros: by family if equal in all its layers, else by layer."""
         zeros: dict[str, str] = {}
         for family in self.families:
-            gone = removed.get(family, 0)
-            reason = family.obstacle(gone)
+            number = removed.get(family, 0)
+            reason = family.obstacle(number)
             if reason is None:
                 reason = f"{type(self.model.config).__name__} has no setting without them"
                 reason += f" ({self.reasons[family]})" if family in self.reasons else ""
             by_layer = {
-                layer.name: f"{dead.shape[1] - gone} of {family.count} neurons or heads remain as zeros: {reason}"
+                layer.name: f"{dead.shape[1] - number} of {family.count} neurons or heads remain as zeros: {reason}"
                 for layer, _, dead in family.members
-                if dead.shape[1] > gone
+                if dead.shape[1] > number
             }
             alike = len(by_layer) == len(family.members) and len({*by_layer.values()}) == 1
             zeros |= {family.name: next(iter(by_layer.values()))} if alike else by_layer

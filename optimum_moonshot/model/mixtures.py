@@ -197,12 +197,12 @@ def router_names(model: nn.Module) -> frozenset[str]:
 class Mixtures:
     """All mixtures of a model, with an equal number of experts."""
 
-    each: tuple[Mixture, ...]
+    members: tuple[Mixture, ...]
     count: int  # E
     chosen: int  # k, experts of a token
 
     def __iter__(self) -> Iterator[Mixture]:
-        return iter(self.each)
+        return iter(self.members)
 
 
 @torch.no_grad()

@@ -183,7 +183,7 @@ def _run_probe(model: nn.Module, layers: list[PrunableLayer], inputs: Batch) -> 
     return trace
 
 
-def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: int | None) -> StructuredGroups | None:
+def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], expected: int | None) -> StructuredGroups | None:
     """The smallest groups of a layer's columns that separate; None if none do, or other layers read them too."""
     inputs = [tensor for tensor in trace.inputs[name] if tensor.requires_grad]
     if not inputs:
@@ -195,8 +195,8 @@ def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: i
         return _reached(inputs, [cotangent * columns.to(cotangent.device) for cotangent in cotangents], leaves)
 
     sizes = [size for size in range(1, width // 2 + 1) if width % size == 0]  # two groups or more
-    if likely and width % likely == 0:
-        sizes.insert(0, likely)
+    if expected and width % expected == 0:
+        sizes.insert(0, expected)
     for size in sizes:
         group_of = torch.arange(width) // size
         served = _served(group_of, width // size, reached)

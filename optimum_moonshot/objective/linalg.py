@@ -165,15 +165,15 @@ def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
 
     After each `FactorizationError`, the damping increases tenfold, up to `MAX_DAMPING`, where the error is final.
     """
-    tried = []
+    dampings = []
     while True:
         try:
             return attempt(damping), damping
         except FactorizationError as error:
-            tried.append(damping)
+            dampings.append(damping)
             if damping >= MAX_DAMPING:
                 hint = "more or longer calibration samples improve its condition number"
-                raise FactorizationError(f"{error} at any damping of {tried}", hint=hint) from None
+                raise FactorizationError(f"{error} at any damping of {dampings}", hint=hint) from None
         damping = min(10 * damping, MAX_DAMPING)
 
 

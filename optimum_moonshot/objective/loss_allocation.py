@@ -113,7 +113,7 @@ def divide_bytes(choices: Mapping[str, Sequence[tuple[float, float]]], budget: f
     Raises:
         MoonshotError: the smallest choices exceed the budget.
     """
-    chosen = {name: list(each).index(min(each)) for name, each in choices.items()}
+    chosen = {name: list(options).index(min(options)) for name, options in choices.items()}
     remaining = budget - sum(choices[name][index][0] for name, index in chosen.items())
     require(
         remaining >= 0,

@@ -112,7 +112,7 @@ class PerExpert(Unstructured):
         return Unstructured(self.experts[expert], exact=True, grid=self.grid)
 
     def times(self, fraction: float) -> "PerExpert":
-        experts = tuple(fraction * each for each in self.experts)
+        experts = tuple(fraction * sparsity for sparsity in self.experts)
         return replace(self, sparsity=fraction * self.sparsity, experts=experts)
 
 

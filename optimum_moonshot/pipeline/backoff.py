@@ -180,7 +180,7 @@ class Backoff:
             if not is_out_of_memory(error):
                 raise
             self.cached, message = self.storage.cached, one_line(error)
-        failures = [each for each in self.ranks.all_gather_object(message) if each is not None]
+        failures = [failure for failure in self.ranks.all_gather_object(message) if failure is not None]
         if failures:
             self.failure, self.in_solver = failures[0], False
             raise PassTooLarge(failures[0])
@@ -312,8 +312,8 @@ class Backoff:
         """
         message, self.failure = self.failure, None
         samples = max(map(batch_size, batches), default=1)
-        here = samples, self.small, self.cached if self.storage.next_place else 0, where in self.retried
-        gathered = (self.ranks if ranks is None else ranks).all_gather_object(here)
+        levers = samples, self.small, self.cached if self.storage.next_place else 0, where in self.retried
+        gathered = (self.ranks if ranks is None else ranks).all_gather_object(levers)
         samples, small, cached, retried = map(max, zip(*gathered, strict=True))
         order = [
             ("rows", rows is not None and rows[0] > small),

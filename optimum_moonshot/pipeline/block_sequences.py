@@ -69,14 +69,14 @@ def find_block_sequences(
     The model is in evaluation mode and onloaded, the batch a small sample on its device. With `gradients`, input
     gradients must agree too.
     """
-    wanted = tuple(block for block in blocks if block.layers)
-    if not wanted:
+    pruned = tuple(block for block in blocks if block.layers)
+    if not pruned:
         return BlockSequences([], (), ())
     if whole := find_sequence(model, blocks, batch, gradients, loss):
         return BlockSequences([whole], (), ())
     called = _called(model, blocks, batch)
     reached = tuple(block for block in blocks if block.name in called)
-    unreached = tuple(block for block in wanted if block.name not in called)
+    unreached = tuple(block for block in pruned if block.name not in called)
     if not any(block.layers for block in reached):
         return BlockSequences([], (), unreached)
     if len(reached) < len(blocks) and (called_ones := find_sequence(model, reached, batch, gradients, loss)):
@@ -312,8 +312,8 @@ class _ProbeHooks:
             i == 0 or hidden is self.latest, f"{name}: its input is not the output of the previous block", hint=_HINT
         )
         hidden = hidden.detach().requires_grad_(self.gradients)
-        tensors = [each for each in tree_flatten((rest, named))[0] if isinstance(each, Tensor)]
-        alone = not any(each.requires_grad for each in tensors)
+        tensors = [value for value in tree_flatten((rest, named))[0] if isinstance(value, Tensor)]
+        alone = not any(tensor.requires_grad for tensor in tensors)
         require(alone, f"{name}: it depends on more of other blocks than their hidden state", hint=_HINT)
         self.calls[i] = BlockCall(rest, without_caches(named), hidden)
         return join_hidden(hidden, BlockCall(rest, named, hidden))

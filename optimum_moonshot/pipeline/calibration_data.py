@@ -114,7 +114,7 @@ def one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
         return data
     more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
     note = f"one sample at a time: the inputs of {unshown[0]}{more} do not show which sample they belong to"
-    batches = [without_padding(each) for each in split_batches(data.batches, 1)]
+    batches = [without_padding(batch) for batch in split_batches(data.batches, 1)]
     return dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
 
 
@@ -261,15 +261,15 @@ def _stored(folder: RunFolder, parts: Parts, write: Callable[[], Tensor], notes:
 
 def _bos(model: nn.Module, tokenizer: Any) -> int | None:
     """The token that begins the model's texts, by the first of the tokenizer and the configurations that has one."""
-    tokens = (getattr(each, "bos_token_id", None) for each in (tokenizer, model.generation_config, model.config))
+    tokens = (getattr(owner, "bos_token_id", None) for owner in (tokenizer, model.generation_config, model.config))
     return next((token for token in tokens if token is not None), None)
 
 
 def _ends(model: nn.Module, tokenizer: Any) -> set[int]:
     """The tokens that end a text."""
-    tokens = (getattr(each, "eos_token_id", None) for each in (tokenizer, model.generation_config))
-    lists = (each if isinstance(each, list | tuple) else [each] for each in tokens)
-    return {token for each in lists for token in each if token is not None}
+    tokens = (getattr(owner, "eos_token_id", None) for owner in (tokenizer, model.generation_config))
+    lists = (ids if isinstance(ids, list | tuple) else [ids] for ids in tokens)
+    return {token for ids in lists for token in ids if token is not None}
 
 
 def write_samples(

@@ -86,7 +86,7 @@ class Prepared:
         return self.data.batches[shard.start : shard.stop]
 
     @property
-    def samples_here(self) -> int:
+    def local_samples(self) -> int:
         """The number of samples that this process observes."""
         return sample_count(self._shard)
 

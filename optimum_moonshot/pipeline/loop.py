@@ -142,8 +142,8 @@ class Task(ABC):
         layers, backoff = [layer for layer in stage.layers if self.lacks(layer)], self.backoff
         if not layers:
             return []
-        here = backoff.storage.available(), sample_count(self.batches())
-        available, samples = zip(*backoff.gather(here), strict=True)
+        resources = backoff.storage.available(), sample_count(self.batches())
+        available, samples = zip(*backoff.gather(resources), strict=True)
         processes = len(available)
         if not self.spec.samples:  # no statistics
             return [Part(tuple(layers), tuple(assign([self.spec.cost(layer) for layer in layers], processes)))]
@@ -177,9 +177,11 @@ class Task(ABC):
         experts = UnderCalibratedExperts(spec, backoff, self.notes) if separate else None
         gradients = {layer.name for layer in layers if spec.needs_gradients(layer)}
         plans = {layer.name: part.plan or spec.plan(layer) for layer in layers}
-        here = sample_count(self.batches())
+        local_samples = sample_count(self.batches())
         owners = {layer.name: owner for layer, owner in zip(layers, part.owners, strict=True)}
-        observer = Observer(layers, spec.diagonal, gradients, spec.samples, backoff.storage, plans, here=here)
+        observer = Observer(
+            layers, spec.diagonal, gradients, spec.samples, backoff.storage, plans, local_samples=local_samples
+        )
         with backoff.passing(observer, partial(merge_statistics, owners=owners)):
             stage.observe(observer, advance and (not separate or spec.keeps_routing))
         if experts is not None:

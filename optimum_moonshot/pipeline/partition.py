@@ -29,7 +29,7 @@ class Slicing(NamedTuple):
 
     pieces: int  # rows or experts; 1 where the layer cannot be sliced
     fixed: int  # bytes that every slice needs
-    each: int  # bytes of a row or an expert
+    piece: int  # bytes of a row or an expert
 
 
 @dataclass(eq=False)
@@ -225,10 +225,10 @@ def halved(part: Part, spec: StatisticsSpec) -> tuple[int, int] | None:
         total = sum(part.sizes)
         return total, max(total // 2, *part.sizes)
     slicing = spec.slicing(part.layers[0], part.sizes[0])
-    width = max((each.stop - each.start for each in part.slices), default=slicing.pieces)
+    width = max((rows.stop - rows.start for rows in part.slices), default=slicing.pieces)
     if width == 1:
         return None
-    return slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each
+    return slicing.fixed + width * slicing.piece, slicing.fixed + -(-width // 2) * slicing.piece
 
 
 def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int, most: int) -> int:

@@ -160,7 +160,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     if isinstance(pattern, Structured):
         structure, groups, notes = structured_patterns(model, structure, pattern, config.targets is not None)
         rules = config.pattern_rules.of(groups)
-        patterns = {name: dataclasses.replace(each, sparsity=rules[name].sparsity) for name, each in groups.items()}
+        patterns = {
+            name: dataclasses.replace(pattern, sparsity=rules[name].sparsity) for name, pattern in groups.items()
+        }
         if config.allocation == "fisher":
             config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:

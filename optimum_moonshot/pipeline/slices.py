@@ -74,14 +74,14 @@ class SlicedRows(RowStatistics):
         def rank_removals(damping: float) -> Ranking:
             return self.agreed(
                 lambda: Ranking.join(
-                    [ranked.rank_removals(each, patterns[0], damping) for _, each in self.objectives()]
+                    [ranked.rank_removals(objective, patterns[0], damping) for _, objective in self.objectives()]
                 )
             )
 
         ranking, damping = escalate(ranked.damping, rank_removals)
         keeps = [ranking.keep(pattern).view(-1, self.layer.shape[1]) for pattern in competing]
         results = self.agreed(partial(self._minimise, ranked, keeps, damping, competing[0].grid))
-        return [self._solved(ranked, scales, *each, damping) for each in results]
+        return [self._solved(ranked, scales, weight, losses, damping) for weight, losses in results]
 
     def _attempt(self, solver: RowSolver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
         ((_, objective),) = self.objectives()
@@ -115,7 +115,7 @@ class SlicedRows(RowStatistics):
         damping: float,
     ) -> SolvedLayer:
         whole, of_slices = self.combine(weight, losses)
-        masked, pruned = (total_losses(each) for each in zip(*of_slices, strict=True))
+        masked, pruned = (total_losses(slices) for slices in zip(*of_slices, strict=True))
         notes = notes_of(scales, damping, solver.damping)
         return SolvedLayer(whole, damping, notes, masked, pruned, scales.scales.lam, scales.losses_at_zero)
 
@@ -257,7 +257,7 @@ class ShardedRows(SlicedRows):
         return value
 
     def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
-        of_slices = [each for shard in self.ranks.all_gather_object(losses) for each in shard]
+        of_slices = [pair for shard in self.ranks.all_gather_object(losses) for pair in shard]
         return self._gather(weight.to(self.layer.parameter.dtype)), of_slices
 
     def _piece(self, work: Callable[[], Value]) -> Value:

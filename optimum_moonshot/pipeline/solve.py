@@ -93,8 +93,8 @@ def _solve_experts(
     if isinstance(statistics, ExpertStatistics):
         nothing = like.detach().new_empty(0)
         small = [[result._replace(weight=nothing) for result in results] for results in parts]
-        parts = [statistics.gather(*each) for each in zip(small, weights, strict=True)]
-    return [join_experts(weight.flatten(0, 1), each) for weight, each in zip(weights, parts, strict=True)]
+        parts = [statistics.gather(results, weight) for results, weight in zip(small, weights, strict=True)]
+    return [join_experts(weight.flatten(0, 1), results) for weight, results in zip(weights, parts, strict=True)]
 
 
 def _of_expert(pattern: Pattern, index: int, size: int) -> Pattern:
@@ -137,8 +137,8 @@ def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | No
 
     def relative(values: Sequence[float | None], at_zero: Sequence[float | None]) -> float | None:
         # Where nothing is lost at W = 0, the value is no fraction of it.
-        lost = _total([None if v is None else v * (z or 1.0) for v, z in zip(values, at_zero, strict=True)])
-        return None if lost is None else lost / (_total(at_zero) or 1.0)
+        total = _total([None if v is None else v * (z or 1.0) for v, z in zip(values, at_zero, strict=True)])
+        return None if total is None else total / (_total(at_zero) or 1.0)
 
     reconstruction = relative([loss.reconstruction for loss in losses], [zero[0] for zero in zeros])
     fisher = relative([loss.fisher for loss in losses], [zero[1] for zero in zeros])

@@ -95,8 +95,8 @@ class UnderCalibratedExperts:
         numbers = _numbers([first + index for index in experts])
         least = -(-layer.shape[1] // INPUTS_PER_TOKEN)
         replaced = all((layer.name, index) in self.replaced for index in experts)
-        instead = "have the Gram matrix of all tokens" if replaced else "are pruned by magnitude"
-        self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {instead}")
+        outcome = "have the Gram matrix of all tokens" if replaced else "are pruned by magnitude"
+        self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {outcome}")
 
 
 def _experts_of(layer: PrunableLayer) -> range:

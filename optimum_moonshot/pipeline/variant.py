@@ -128,9 +128,8 @@ class Variant:
             parameters = [NamedParameter.of(self.model, name) for name in inside]
             if block is None:
                 recovered = {id(parameter.parameter) for parameter in parameters}
-                parameters += [
-                    each for each in self.selection.embeddings(self.model) if id(each.parameter) not in recovered
-                ]
+                embeddings = self.selection.embeddings(self.model)
+                parameters += [embedding for embedding in embeddings if id(embedding.parameter) not in recovered]
             pruned = [layer for layer in layers if layer.name not in self.skipped]
             yield _Rest(self.model) if block is None else block.weights, [*pruned, *parameters]
 
@@ -191,7 +190,7 @@ class Variant:
             None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was onloaded",
             {
                 "skipped": {**structure.skipped, **self.skipped},
-                "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
+                "parameters": sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
                 "recovery": self.recovered,
                 "rotation": rotation,
                 "other_bytes": bytes_beside(self.model, self.layers, self.selection.config.embedding_grid),
@@ -231,10 +230,10 @@ class _Dense:
         for offloaded, changes in self.offloaded:
             offloaded.restore(changes)
         for weights, written in self.variant.written():
-            replaced = [each for each in written if each.name in self.weights]  # none of an offloaded block
+            replaced = [item for item in written if item.name in self.weights]  # none of an offloaded block
             with weights.onloaded() if replaced else nullcontext():
-                for each in replaced:
-                    each.write(self.weights[each.name])
+                for item in replaced:
+                    item.write(self.weights[item.name])
 
 
 @torch.no_grad()
@@ -245,17 +244,17 @@ def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
         for weights, written in variant.written():
             if isinstance(weights, Offloaded):
                 dense.offloaded.append((weights, weights.changes()))
-                for each in written:
-                    weights.replace(each.parameter, _parameter(each, variant.store.loader(each.name)))
+                for item in written:
+                    weights.replace(item.parameter, _parameter(item, variant.store.loader(item.name)))
                 continue
             with weights.onloaded():
-                for each in written:
-                    dense.weights[each.name] = each.matrix.to("cpu", copy=True)
-                    stored = isinstance(each, PrunableLayer) or each.name in variant.store.parameters
-                    result = weight(each) if stored else each.matrix
-                    if any(each.parameter is embedding.parameter for embedding in embeddings):
+                for item in written:
+                    dense.weights[item.name] = item.matrix.to("cpu", copy=True)
+                    stored = isinstance(item, PrunableLayer) or item.name in variant.store.parameters
+                    result = weight(item) if stored else item.matrix
+                    if any(item.parameter is embedding.parameter for embedding in embeddings):
                         result = variant.selection.rounded(result)
-                    each.write(result)
+                    item.write(result)
     except BaseException:
         dense.restore()
         raise
@@ -305,14 +304,14 @@ def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Seque
     return len({name for _, name in shared}) - len(solved)
 
 
-def _broadcast(prepared: Prepared, store: ResultStore, each: Written, rank: int) -> Tensor:
+def _broadcast(prepared: Prepared, store: ResultStore, written: Written, rank: int) -> Tensor:
     """The result of one process for a layer or a parameter, in all of them."""
     ranks = prepared.subject.ranks
-    result = store.weight(each) if ranks.rank == rank else None
-    shape = each.shape if result is None else result.shape
-    if isinstance(each, NamedParameter):  # a recovered one may have fewer experts
+    result = store.weight(written) if ranks.rank == rank else None
+    shape = written.shape if result is None else result.shape
+    if isinstance(written, NamedParameter):  # a recovered one may have fewer experts
         shape = ranks.broadcast_object(shape, rank)
-    return ranks.broadcast(result, torch.empty(shape, dtype=each.parameter.dtype, device="meta"), rank)
+    return ranks.broadcast(result, torch.empty(shape, dtype=written.parameter.dtype, device="meta"), rank)
 
 
 def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list[tuple[int, str, LossCurve]]) -> None:
@@ -333,11 +332,11 @@ def share_recovered(prepared: Prepared, variant: Variant) -> None:
     blocks, recovered, others = ranks.broadcast_object((store.blocks, store.recovered, store.parameters))
     for name, report in blocks.items():
         weights, parameters = dict[str, Tensor](), dict[str, Tensor]()
-        for each in recovered[name]:
-            if each in others:
-                parameters[each] = _broadcast(prepared, store, NamedParameter.of(prepared.model, each), 0)
+        for result in recovered[name]:
+            if result in others:
+                parameters[result] = _broadcast(prepared, store, NamedParameter.of(prepared.model, result), 0)
             else:
-                weights[each] = _broadcast(prepared, store, layers[each], 0)
+                weights[result] = _broadcast(prepared, store, layers[result], 0)
         if not ranks.is_main:
             store.put_block(report, weights, parameters)
 

@@ -159,9 +159,9 @@ class RunSpec(Prepared):
 
     def result_bytes(self, layer: PrunableLayer) -> int:
         """Bytes of a layer's pruned weight; in a file only its survivors and a bit mask."""
-        size, kept = weight_bytes(layer), 1 - self.selection.pattern_of(layer).sparsity
+        size, density = weight_bytes(layer), 1 - self.selection.pattern_of(layer).sparsity
         bits = layer.shape[0] * layer.shape[1]
-        return min(size, round(kept * size) + bits // 8) if self.result_place == DISK else size
+        return min(size, round(density * size) + bits // 8) if self.result_place == DISK else size
 
     def trained_beside(self, block: Block) -> list[nn.Parameter]:
         """The parameters of a block that a recovery trains besides the pruned matrices: all of a narrower block."""
@@ -181,8 +181,8 @@ class RunSpec(Prepared):
         for layer in self.selection.layers:
             rows, d_in = layer.shape[0] // (layer.groups if layer.separate else 1), layer.shape[1]
             factors = min(self.count, d_in) if self.statistics.needs_rows(layer) else 0
-            fixed, each = (0, 24 * d_in) if self.statistics.diagonal else (24 * d_in**2, (30 + 4 * factors) * d_in)
-            trials[self.key(layer)] = Trial(rows, 0.0, [(1, fixed + each), (2, fixed + 2 * each)])
+            fixed, row = (0, 24 * d_in) if self.statistics.diagonal else (24 * d_in**2, (30 + 4 * factors) * d_in)
+            trials[self.key(layer)] = Trial(rows, 0.0, [(1, fixed + row), (2, fixed + 2 * row)])
         # The logits with their gradient, and their largest float32 copies.
         head = self.tokens * vocabulary_size(self.model) * (2 * itemsize + 8)
         visit = self.tokens * itemsize * max(widths) * (1 + self.gradients)
@@ -351,7 +351,7 @@ def _part_bytes(spec: StatisticsSpec, part: Part) -> int:
     if not part.slices:
         return sum(part.sizes)
     slicing = spec.slicing(part.layers[0], part.sizes[0])
-    return slicing.fixed + slicing.each * (part.slices[0].stop - part.slices[0].start)
+    return slicing.fixed + slicing.piece * (part.slices[0].stop - part.slices[0].start)
 
 
 def _passes_of(run: RunSpec, part: Part) -> int:

@@ -85,9 +85,9 @@ class Rehearsal:
             (head, caches), *peaks = live.laps
             heads.append((probed, head - caches))
             visits.append((probed, max(0, max((peak for peak, _ in peaks), default=0) - caches - storage.statistics)))
-        while (taken := self._timed(run, 1, samples)) < ENOUGH / 2 and samples < run.count:
+        while (seconds := self._timed(run, 1, samples)) < ENOUGH / 2 and samples < run.count:
             samples = min(run.count, 4 * samples)
-        times, passes = [(run.turns(one), taken)], run.count / samples
+        times, passes = [(run.turns(one), seconds)], run.count / samples
         if run.extras is not None and two > one:
             times.append((run.turns(two), self._timed(run, 2, samples)))
         return Rehearsed(
@@ -135,8 +135,8 @@ class Rehearsal:
                 blocks, pairs = self.first(count), list(zip(self.blocks, run.extras, strict=True))
                 others = [pair for pair in pairs if pair[0] not in blocks]
                 stack.enter_context(passing_on([block for block, _ in others], [extra for _, extra in others]))
-                here = tuple(dataclasses.replace(block, weights=RESIDENT) for block in blocks)  # onloaded meanwhile
-                structure = dataclasses.replace(run.selection.structure, blocks=here)
+                resident = tuple(dataclasses.replace(block, weights=RESIDENT) for block in blocks)  # onloaded meanwhile
+                structure = dataclasses.replace(run.selection.structure, blocks=resident)
                 changes["selection"] = dataclasses.replace(run.selection, structure=structure)
                 changes["block_probe"] = BlockProbe([extra for block, extra in pairs if block in blocks], {}, {})
             if run.gradients and not run.selection.needs_losses:

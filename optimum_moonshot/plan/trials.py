@@ -177,7 +177,7 @@ class TrialTask(Task):
             slices: Any = statistics
             parts = [slices.collect(rows, None) for rows in (*slices.slices, *slices.slices[-2::-1])][:1]
         elif layer.separate:
-            parts = [each for each in statistics.groups(layer.groups) if each is not None]
+            parts = [group for group in statistics.groups(layer.groups) if group is not None]
         key = self.run.key(layer)
         if self.trial is not None and key not in self.trials:
             matrix = layer.expert(0).matrix if layer.separate else layer.matrix

@@ -178,16 +178,16 @@ class _Gathering:
         names, storage = {layer.name for layer in layers}, self.prepared.storage
         samples, backoff = self.prepared.calibration.num_samples, self.prepared.backoff
         plans = dict.fromkeys(names, GradientPlan(nothing=True))
-        extra, here = (TokenWeights,), self.prepared.samples_here
+        extra, local_samples = (TokenWeights,), self.prepared.local_samples
         # The diagonals of the Gram matrices come with the observer: the cheapest statistic of inputs.
         with backoff.passing(
-            Observer(layers, True, names, samples, storage, plans, extra=extra, here=here)
+            Observer(layers, True, names, samples, storage, plans, extra=extra, local_samples=local_samples)
         ) as observer:
             stage.observe(observer, advance=True)
         reached = [layer for layer in layers if observer.reached(layer)]
         self.weights |= {layer.name: observer.take(layer).extra[TokenWeights] for layer in reached}
         lengths = [list(map(len, self.weights[layer.name].roots)) for layer in reached]
-        once = all(len(tokens) == here and tokens == lengths[0] for tokens in lengths)
+        once = all(len(tokens) == local_samples and tokens == lengths[0] for tokens in lengths)
         if not all(backoff.gather(once)):
             raise _Routed
 

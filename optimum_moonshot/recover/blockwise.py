@@ -184,9 +184,9 @@ class Recovery:
         if smaller or self.prepared.subject.narrowed or changes_structure(patterns.values()):
             others = [name for name in trainable(block.module) if f"{block.name}.{name}" not in self.shared]
         recovered = self.store.parameters.intersection(f"{block.name}.{name}" for name in others)  # before a restart
-        instead = smaller | {name.removeprefix(f"{block.name}."): self.store.loader(name)() for name in recovered}
+        replacements = smaller | {name.removeprefix(f"{block.name}."): self.store.loader(name)() for name in recovered}
         weights = [(layer, self.store.weight(layer)) for layer in layers]
-        return StudentBlock(block, weights, tuned, patterns, others, instead)
+        return StudentBlock(block, weights, tuned, patterns, others, replacements)
 
     def _recover(self, stage: RecoveryStage) -> None:
         """Tune a block, and store the result."""

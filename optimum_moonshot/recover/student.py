@@ -208,7 +208,7 @@ class StudentBlock(Student):
         tuned: names of the layers that train, unless all of their weights are zeros.
         patterns: layer name → pattern; a grid has the dtype of the model.
         others: names in the block of other parameters that train; zeros of matrices do not train.
-        instead: tensors that replace dense tensors, by name in the block; they may be smaller.
+        replacements: tensors that replace dense tensors, by name in the block; they may be smaller.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class StudentBlock(Student):
         tuned: set[str],
         patterns: Mapping[str, Pattern] | None = None,
         others: Collection[str] = (),
-        instead: Mapping[str, Tensor] | None = None,
+        replacements: Mapping[str, Tensor] | None = None,
     ):
         super().__init__()
         self.prefix, self.patterns = f"{block.name}.", patterns or {}
@@ -227,7 +227,7 @@ class StudentBlock(Student):
         self.dense: Tensors = {**parameters, **dict(block.module.named_buffers())}
         pruned = {names[id(layer.parameter)]: (layer, weight) for layer, weight in weights}
         rest = {name: tensor.detach() for name, tensor in self.dense.items() if name not in pruned}
-        rest |= {name: tensor.to(self.dense[name].device) for name, tensor in (instead or {}).items()}
+        rest |= {name: tensor.to(self.dense[name].device) for name, tensor in (replacements or {}).items()}
         self.fixed = {name: to_float32(tensor) for name, tensor in rest.items()}  # tensors that do not train
         for name, (layer, weight) in pruned.items():
             value = layer.as_parameter(weight).to(layer.parameter.device, torch.float32, copy=True).contiguous()

@@ -179,8 +179,8 @@ class Teacher:
                 continue
             student = student.log_softmax(-1)
             teacher = (teacher if self.head is None else self.head(teacher)).float().log_softmax(-1)
-            likely = teacher.exp()
-            terms = torch.where(likely > 0, likely * (teacher - student), 0)
+            probabilities = teacher.exp()
+            terms = torch.where(probabilities > 0, probabilities * (teacher - student), 0)
             total += float((terms.sum(-1) * weight).sum())
-            gradients[rows] = (student.exp() - likely) * weight[:, None]
+            gradients[rows] = (student.exp() - probabilities) * weight[:, None]
         return total, gradient

@@ -40,11 +40,11 @@ class _Change:
 
     def same(self, other: "_Change") -> bool:
         """Whether both change the parameter in the same way."""
-        here, there = (
+        ours, theirs = (
             [(space, place.at.axis, None if place.index is None else place.index.tolist()) for space, place in places]
             for places in (self.places, other.places)
         )
-        return self is other or (here == there and not (self.gains or other.gains))
+        return self is other or (ours == theirs and not (self.gains or other.gains))
 
 
 class Basis:
@@ -229,8 +229,8 @@ def _tying(model: nn.Module) -> list[Any]:
     """The configurations that tie the head to the embeddings."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    both = {id(config): config, id(text): text}.values()
-    return [one for one in both if getattr(one, "tie_word_embeddings", False)]
+    configs = {id(config): config, id(text): text}.values()
+    return [owner for owner in configs if getattr(owner, "tie_word_embeddings", False)]
 
 
 def _tied_names(model: nn.Module) -> set[str]:

@@ -113,8 +113,8 @@ class _Gathering:
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
         plans = {name: GradientPlan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
-        backoff, here = self.prepared.backoff, self.prepared.samples_here
-        watched = Observer(layers, False, wanted, samples, storage, plans, extra=extra, here=here)
+        backoff, local_samples = self.prepared.backoff, self.prepared.local_samples
+        watched = Observer(layers, False, wanted, samples, storage, plans, extra=extra, local_samples=local_samples)
         with backoff.passing(watched) as observer:
             stage.observe(observer, advance=True)
         with backoff.together():

@@ -355,7 +355,7 @@ def _free_readers(
             yield node, group
 
 
-def _head_space(trace: Trace, node: Node, group: StructuredGroups, likely: int | None) -> Space | None:
+def _head_space(trace: Trace, node: Node, group: StructuredGroups, expected: int | None) -> Space | None:
     """The space of a layer's heads; None if its columns are not heads, or a column does not depend on one row."""
     makers = [trace.by_name[name] for name in group.rows if name in trace.by_name]
     makers = [maker for maker in makers if len(maker.leaves) == 1]
@@ -367,7 +367,7 @@ def _head_space(trace: Trace, node: Node, group: StructuredGroups, likely: int |
     plain = vjp(inputs, cotangent, leaves)
     served = torch.cat([group.rows[maker.name] for maker in makers])
     sizes = [size for size in range(group.size, 1, -1) if group.size % size == 0]
-    for size in dict.fromkeys([likely, *sizes] if likely else sizes):
+    for size in dict.fromkeys([expected, *sizes] if expected else sizes):
         factors = LARGEST_FACTOR ** (torch.arange(size, dtype=torch.float64) / size)
         scale = factors.repeat(inputs.shape[-1] // size).to(inputs.device, inputs.dtype)
         scaled = vjp(inputs, cotangent * scale, leaves)

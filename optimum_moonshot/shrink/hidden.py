@@ -123,7 +123,10 @@ def hidden_sizes(run: Shrinking, prepared: Prepared, trials: Trials, stream: Str
     others = tables.program(tables.costs_of(target)).best(budget)
     if target.field != "latency":
         narrowings = {size: _narrowing(stream, size) for size in sizes}
-        costs = {size: shape_costs(run.model, tables.widths, target.unit, each) for size, each in narrowings.items()}
+        costs = {
+            size: shape_costs(run.model, tables.widths, target.unit, narrowing)
+            for size, narrowing in narrowings.items()
+        }
         least = next((size for size, cost in costs.items() if cost.dense <= budget), 0)
     for size in (hidden_size * sixteenths // 16 for sixteenths in MEASURED):
         if hidden_size - max(points) <= least or (others is not None and max(points.values()) > others.loss):

@@ -80,26 +80,26 @@ class Stream:
         directions = self.directions(hidden_size)
         return (hidden_size / len(directions)) ** 0.5 * directions
 
-    def readout(self, norm: Folding, kept: Tensor) -> Tensor:
+    def readout(self, norm: Folding, directions: Tensor) -> Tensor:
         """The readout M [d, d'] of a norm in float64; √e · P for the norm before a tied head."""
         moment = self.moments[norm].double()
-        across = moment @ kept
-        within = kept.T @ across
+        across = moment @ directions
+        within = directions.T @ across
         scale = (within.trace() / moment.trace()).sqrt()
         if norm is self.tied:
-            return scale * kept
+            return scale * directions
         ridge = DAMPING * within.diagonal().mean()
         damped = within + ridge * torch.eye(len(within), dtype=within.dtype)
-        return scale * torch.linalg.solve(damped, across + ridge * kept, left=False)
+        return scale * torch.linalg.solve(damped, across + ridge * directions, left=False)
 
-    def removed_variance(self, kept: Tensor) -> float:
+    def removed_variance(self, directions: Tensor) -> float:
         """The share of the removed directions, all but P, in the variance of the norms' outputs."""
-        return 1 - float((kept.T @ _mean(self.moments) @ kept).trace())
+        return 1 - float((directions.T @ _mean(self.moments) @ directions).trace())
 
-    def tied_gain(self, kept: Tensor, readout: Tensor) -> Tensor:
+    def tied_gain(self, directions: Tensor, readout: Tensor) -> Tensor:
         """The gain [d'] of the norm before a tied head, up to a²: the diagonal of √e · Pᵀ diag(γ) P."""
         assert self.tied is not None
-        return (readout * (gain_of(self.tied, len(kept)).to(kept)[:, None] * kept)).sum(0)
+        return (readout * (gain_of(self.tied, len(directions)).to(directions)[:, None] * directions)).sum(0)
 
     @property
     def axes(self) -> dict[int, int]:
@@ -115,19 +115,19 @@ class Stream:
 
         The norms use the remaining directions alone; the weights do not change.
         """
-        kept = self.directions(hidden_size)
+        directions = self.directions(hidden_size)
         double = next(self.model.parameters()).dtype == torch.float64
         dtype = torch.float64 if double else torch.float32  # the dtype of `wide` below
-        readouts = {norm: self.readout(norm, kept).to(dtype) for norm in self.moments}
+        readouts = {norm: self.readout(norm, directions).to(dtype) for norm in self.moments}
 
         def without(norm: Folding, hidden: Tensor, bare: nn.Module) -> Tensor:
             wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-            directions, readout = kept.to(wide), readouts[norm].to(wide)
-            values = bare(wide @ directions @ directions.T) @ directions
+            projection, readout = directions.to(wide), readouts[norm].to(wide)
+            values = bare(wide @ projection @ projection.T) @ projection
             if norm is self.tied:
-                values = (values * self.tied_gain(directions, readout)) @ directions.T
+                values = (values * self.tied_gain(projection, readout)) @ projection.T
             else:
-                values = values @ readout.T * gain_of(norm, len(kept)).to(wide)
+                values = values @ readout.T * gain_of(norm, len(directions)).to(wide)
             return values.to(hidden.dtype)
 
         with _at_norms(self.space, without):

@@ -105,8 +105,8 @@ class Tokens:
         """Token → both sides of all merges that make it."""
         made_of: dict[int, set[int]] = {}
         vocabulary = self._model["vocab"] if self._merges else {}
-        for left, right, made in self._merges:
-            made_of.setdefault(vocabulary[made], set()).update((vocabulary[left], vocabulary[right]))
+        for left, right, merged in self._merges:
+            made_of.setdefault(vocabulary[merged], set()).update((vocabulary[left], vocabulary[right]))
         return made_of
 
     def _units(self, piece: str) -> list[str]:

@@ -109,17 +109,17 @@ def _step(family: Family, group: int) -> int:
 def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
     """Removable numbers of groups with their configurations, and the families that they are removed from together.
 
-    Every number of heads is tried; for neurons a few numbers, which stand for all numbers between.
+    Every number of heads is candidates; for neurons a few numbers, which stand for all numbers between.
     """
     levels, shared = dict[int, PreTrainedConfig](), tuple[Family, ...]()
     step = _step(family, group)
     steps = int(MOST * family.count) // step
-    tried = sorted({max(1, round(share * steps)) * step for share in (0, 0.25, 0.5, 0.75, 1)}) if steps else []
-    for removed in range(1, family.count) if family.size > 1 else tried:
+    candidates = sorted({max(1, round(share * steps)) * step for share in (0, 0.25, 0.5, 0.75, 1)}) if steps else []
+    for removed in range(1, family.count) if family.size > 1 else candidates:
         config, explained = search.without(family, removed)
         alike = all(
-            gone * family.count == removed * other.count and other.count % family.count == 0
-            for other, gone in explained.items()
+            number * family.count == removed * other.count and other.count % family.count == 0
+            for other, number in explained.items()
         )
         if config is not None and alike:
             shared, levels[removed] = shared or tuple(explained), config

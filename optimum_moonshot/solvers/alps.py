@@ -165,7 +165,7 @@ class System:
         coordinates.
         """
         errors = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
-        gradients = torch.stack([self.times(each) for each in errors])  # half the negative gradients
+        gradients = torch.stack([self.times(error) for error in errors])  # half the negative gradients
         losses = (errors * gradients).sum(2, keepdim=True)
         better = losses[0] < losses[1]
         start, gradient = (torch.where(better, first, second) for first, second in (errors, gradients))

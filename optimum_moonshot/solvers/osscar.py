@@ -182,7 +182,9 @@ class Support:
         self.alive = torch.ones_like(self.groups, dtype=torch.bool)
         self.removed = self.inverse.new_empty(len(self.shared), 0)  # U
         self.weight = objective.weight.double()
-        blocks = torch.stack([self.inverse[each, each] for each in map(self._columns, range(len(self.groups)))])
+        blocks = torch.stack(
+            [self.inverse[columns, columns] for columns in map(self._columns, range(len(self.groups)))]
+        )
         self._start(objective, blocks)
 
     def _start(self, objective: Quadratic, blocks: Tensor) -> None:
@@ -345,7 +347,7 @@ class RowSupport(Support):
         solved = self.inner[rows] @ spread
         if self.group == 1:
             return (solved * spread).sum(1)[:, :, None, None]
-        solved, spread = (each.mT.unflatten(1, (-1, self.group)) for each in (solved, spread))
+        solved, spread = (tensor.mT.unflatten(1, (-1, self.group)) for tensor in (solved, spread))
         return solved @ spread.mT
 
     def _costs(self) -> Tensor:

@@ -51,11 +51,11 @@ def quantize(objective: Objective, weight: Tensor, keep: Tensor, grid: Grid, sca
     diagonal = _is_diagonal(objective)
     for rows in _slices(objective):
         problem = _Problem.of(objective, rows)
-        here = scale[rows] if scale is not None else grid.search(weight[rows], problem.importance(weight.shape[1]))
-        rounded[rows] = grid.rounded(weight[rows], here)
+        row_scale = scale[rows] if scale is not None else grid.search(weight[rows], problem.importance(weight.shape[1]))
+        rounded[rows] = grid.rounded(weight[rows], row_scale)
         if diagonal:
             continue
-        descent = _Descent(problem, grid, rounded[rows].to(torch.float32, copy=True), here.float(), keep[rows])
+        descent = _Descent(problem, grid, rounded[rows].to(torch.float32, copy=True), row_scale.float(), keep[rows])
         descended[rows] = descent.run().to(grid.dtype)
     if diagonal:
         return rounded
@@ -211,7 +211,7 @@ class _Descent:
             if library.descend(values, keep, gradient, inner, step, self.grid.top, self.grid.dtype):
                 return
         # Cloned: for a single row, the transposed view is contiguous already, and would alias the matrix.
-        values, slopes = (each.T.clone(memory_format=_ROWS) for each in (self.values[:, columns], gradient))
+        values, slopes = (tensor.T.clone(memory_format=_ROWS) for tensor in (self.values[:, columns], gradient))
         step = self.step[:, columns].T.contiguous()
         removed, vectors = ~self.keep[:, columns].T.contiguous(), factors.permute(2, 0, 1).contiguous()
         diagonal = inner.diagonal(dim1=-2, dim2=-1)

@@ -312,8 +312,8 @@ def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
         means = torch.where(means == 0, objective.mean_diagonal() or 1.0, means)
     diagonal += damping * means
     if objective.alive is not None:
-        gone = ~objective.alive.reshape(-1, objective.size)[rows]
-        hessians.masked_fill_(gone[:, :, None] | gone[:, None, :], 0).diagonal(dim1=1, dim2=2).add_(gone)
+        removed = ~objective.alive.reshape(-1, objective.size)[rows]
+        hessians.masked_fill_(removed[:, :, None] | removed[:, None, :], 0).diagonal(dim1=1, dim2=2).add_(removed)
     return hessians
 
 
@@ -348,12 +348,12 @@ class Inverses:
         inverse = torch.empty(rows.stop - rows.start, size, size, device=device)
         fits = torch.empty(len(inverse), dtype=torch.bool, device=device)
         for part in row_slices(rows, 24 * size * size, device):
-            here = slice(part.start - rows.start, part.stop - rows.start)
+            place = slice(part.start - rows.start, part.stop - rows.start)
             lower, diagonal = self._factor(part)
             # The factor is accurate to float64, so inverting it in float32 loses accuracy by its own condition number
             # only, the square root of F's.
-            inverse[here] = torch.cholesky_inverse(lower.float())
-            fits[here] = (inverse[here].diagonal(dim1=1, dim2=2) * diagonal).amax(1) < SINGLE_INFLATION
+            inverse[place] = torch.cholesky_inverse(lower.float())
+            fits[place] = (inverse[place].diagonal(dim1=1, dim2=2) * diagonal).amax(1) < SINGLE_INFLATION
         return inverse, fits
 
     def _factor(self, rows: slice) -> tuple[Tensor, Tensor]:

@@ -417,11 +417,11 @@ def _prune_block(
             group = slice(column, column + pattern.m)
             scores = (weight[:, group] / pivots[:, group]).square()
             keep[:, group] = keep_alive(pattern.keep, scores, None if alive is None else alive[:, group])
-        lost = weight[:, column]
+        values = weight[:, column]
         if grid is not None and step is not None:
-            rounded = grid.values(grid.codes(lost, step[:, column]), step[:, column]).float()
-            lost = lost - rounded.masked_fill_(~keep[:, column], 0)
-            errors[:, column] = lost / pivots[:, column]
+            rounded = grid.values(grid.codes(values, step[:, column]), step[:, column]).float()
+            values = values - rounded.masked_fill_(~keep[:, column], 0)
+            errors[:, column] = values / pivots[:, column]
         else:
-            errors[:, column] = (lost / pivots[:, column]).masked_fill_(keep[:, column], 0)
+            errors[:, column] = (values / pivots[:, column]).masked_fill_(keep[:, column], 0)
         weight[:, column:] -= errors[:, column, None] * factor[:, column, column:]

@@ -191,7 +191,7 @@ def test_processes_share_the_batches_of_one(size, largest):
     batches = [batch["input_ids"] for each in several for batch in each.batches]
     assert len(batches) == len(single.batches)
     assert all(torch.equal(batch, other["input_ids"]) for batch, other in zip(batches, single.batches, strict=True))
-    assert sum(each.samples_here for each in several) == single.samples_here == 19
+    assert sum(each.local_samples for each in several) == single.local_samples == 19
 
 
 class Counted(InputStatistic):
@@ -208,7 +208,7 @@ def test_a_statistic_that_cannot_be_merged_is_refused():
     model = make("llama")
     (layer,) = find_structure(model, ["layers.1.mlp.up_proj"]).layers()
     storage = Storage(torch.device("cpu"))
-    with Observer([layer], False, set(), 2, storage, extra=(Counted,), here=1) as observer:
+    with Observer([layer], False, set(), 2, storage, extra=(Counted,), local_samples=1) as observer:
         observer.begin(0, 1, None)
         model(token_batches(1)[0]["input_ids"])
         observer.end()

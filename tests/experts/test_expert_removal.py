@@ -88,7 +88,7 @@ def observed(model, batches):
     storage, calls = Storage(torch.device("cpu")), {}
     with frozen(model):
         mixtures = find_mixtures(model, batches[0])
-        with MixtureObserver(mixtures.each, True, len(batches), storage) as observer:
+        with MixtureObserver(mixtures.members, True, len(batches), storage) as observer:
             for n, batch in enumerate(batches):
                 observer.begin(n, 1, None)
                 routed = {}
