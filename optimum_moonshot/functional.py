@@ -61,9 +61,9 @@ def prune_weight_path(
     """Prune one weight matrix to several sparsities by one elimination.
 
     Args:
-        weight: as for `prune_weight`, [d_out, d_in].
-        gram: as for `prune_weight`.
-        gradients: as for `prune_weight`.
+        weight: dense weight, [d_out, d_in], floating point; not modified.
+        gram: ``X Xᵀ`` summed over all tokens, [d_in, d_in].
+        gradients: per-sample gradients of the loss, [N, d_out, d_in]; required for λ < 1.
         config: solver (OBC or CAP), λ and damping; pattern="unstructured". Its sparsity is ignored.
         sparsities: fractions of the weights to remove.
 
@@ -71,7 +71,8 @@ def prune_weight_path(
         Sparsity → the result of `prune_weight`.
 
     Raises:
-        MoonshotError: as `prune_weight`, or the solver or pattern does not support several sparsities.
+        MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or a solver or pattern that does not
+            support several sparsities.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     _check_config(config)

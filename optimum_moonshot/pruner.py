@@ -205,9 +205,9 @@ class MoonshotPruner:
         Args:
             calibration: batches of model inputs are used; anything else counts as `num_samples` samples of
                 `sequence_length` tokens, or as images of the model's size.
-            loss: as for `prune`.
-            forward: as for `prune`.
-            resume_dir: as for `prune`; the folder is not used.
+            loss: (model output, inputs) → losses [B], in place of the cross-entropy.
+            forward: (model, inputs) → model output, in place of a call of the model.
+            resume_dir: the folder that `prune` would use; its bytes on the disk are counted, and it is not opened.
             device_memory: total bytes (or "80GB") of the device, model included; for a model on the meta device, of a
                 GPU. None: of this machine.
             host_memory: free bytes of host memory; None: of this machine.
@@ -237,14 +237,14 @@ class MoonshotPruner:
         Args:
             name_or_config: a Hub repository or a local folder, or a configuration of transformers.
             config: the method.
-            resume_dir: as for `plan`.
-            device_memory: as for `plan`.
-            host_memory: as for `plan`.
-            offload: the place of its decoder layers, as for `from_pretrained`.
+            resume_dir: the folder that `prune` would use; it is not opened.
+            device_memory: total bytes (or "80GB") of the GPU; None: of this machine.
+            host_memory: free bytes of host memory; None: of this machine.
+            offload: "cpu" or "disk", the place of the weights of the decoder layers; None: the device.
             options: for `AutoConfig.from_pretrained`, such as `revision`, `token`, `trust_remote_code`; and `dtype`.
 
         Raises:
-            MoonshotError: as `plan`, or the configuration names no model.
+            MoonshotError: any error that `prune` raises before its first layer, or a configuration that names no model.
             OSError: there is no such model.
         """
         pruner = cls(load_meta(name_or_config, offload, **options), config)
@@ -267,11 +267,11 @@ class MoonshotPruner:
         later `prune` or `sweep` does not rotate again.
 
         Args:
-            calibration: as for `prune`.
-            loss: as for `prune`.
-            forward: as for `prune`.
-            progress: as for `prune`.
-            resume_dir: as for `prune`, for the state of learning.
+            calibration: data in any form that `prune` accepts.
+            loss: (model output, inputs) → losses [B], in place of the cross-entropy.
+            forward: (model, inputs) → model output, in place of a call of the model.
+            progress: show progress bars.
+            resume_dir: a folder for the state of learning; the same call resumes there after an interruption.
 
         Returns:
             The report, also kept as `pruner.rotation`.
@@ -307,16 +307,16 @@ class MoonshotPruner:
         The calibration passes run once for all variants. Every variant equals `prune` with its λ, sparsity and pattern.
 
         Args:
-            calibration: as for `prune`.
+            calibration: data in any form that `prune` accepts.
             lambdas: values of λ; None: 0, 0.1, 0.25, 0.5, 0.75, 0.9 and 1, as in the paper.
             sparsities: None: the configuration's; n:m patterns imply theirs.
             patterns: None: the configuration's.
             metric: "calibration": the perplexity (language models) or mean loss (others) on the calibration data, by
                 which the paper selects λ; or a function of the model, which is in evaluation mode.
             maximize: whether a higher `metric` is better.
-            loss: as for `prune`.
-            forward: as for `prune`.
-            progress: as for `prune`.
+            loss: (model output, inputs) → losses [B], in place of the cross-entropy.
+            forward: (model, inputs) → model output, in place of a call of the model.
+            progress: show progress bars.
             work_dir: a folder for the variants' weights, which otherwise use the memory of one model each. The same
                 call resumes there after an interruption; it is emptied when the chosen model is saved.
 
@@ -335,7 +335,7 @@ class MoonshotPruner:
         Calls that change or save weights are refused inside of the block.
 
         Raises:
-            MoonshotError: as `choose`.
+            MoonshotError: there is no sweep, the entry belongs to another, or a variant is applied already.
         """
         with self._swept().applied(entry):
             yield self.model
@@ -356,12 +356,12 @@ class MoonshotPruner:
         each sparsity separately with any other.
 
         Args:
-            calibration: as for `prune`.
+            calibration: data in any form that `prune` accepts.
             sparsities: fractions of the weights to remove, which replace the configuration's.
-            loss: as for `prune`.
-            forward: as for `prune`.
-            progress: as for `prune`.
-            work_dir: as for `sweep`.
+            loss: (model output, inputs) → losses [B], in place of the cross-entropy.
+            forward: (model, inputs) → model output, in place of a call of the model.
+            progress: show progress bars.
+            work_dir: a folder for the weights of the results, which otherwise use the memory of one model each.
 
         Raises:
             MoonshotError: another solver or pattern, bad data, layers or statistics.
@@ -411,9 +411,9 @@ class MoonshotPruner:
 
         Args:
             hidden_size: of the smaller model.
-            calibration: as for `prune`.
-            loss: as for `prune`.
-            forward: as for `prune`.
+            calibration: data in any form that `prune` accepts.
+            loss: (model output, inputs) → losses [B], in place of the cross-entropy.
+            forward: (model, inputs) → model output, in place of a call of the model.
 
         Returns:
             The changes.
@@ -455,17 +455,17 @@ class MoonshotPruner:
         characters remain. A pruned model can lose tokens too. With a target, tokens are removed first.
 
         Args:
-            calibration: as for `prune`.
+            calibration: data in any form that `prune` accepts.
             parameters: a fraction of the dense model's if at most 1, else a number.
-            bytes: as `parameters`, of the weights, or text such as "2GB".
+            bytes: of the weights: a fraction of the dense model's if at most 1, else a number, or text such as "2GB".
             latency: of a forward pass on this machine: a fraction if at most 1, else milliseconds.
             vocabulary: text whose tokens remain; or a number, of the most frequent tokens in the calibration text.
             batch_shape: samples and tokens of this forward pass; 1 token is decoded after a context.
             hidden_multiple: a divisor of a smaller hidden size, such as the block of a quantized format.
-            loss: as for `prune`.
-            forward: as for `prune`.
-            progress: as for `prune`.
-            resume_dir: as for `prune`; the measurements in it serve any target.
+            loss: (model output, inputs) → losses [B], in place of the cross-entropy.
+            forward: (model, inputs) → model output, in place of a call of the model.
+            progress: show progress bars.
+            resume_dir: a folder for the measurements, which serve any target; a later call reuses them.
             options: fields of `MoonshotConfig`, such as `num_samples` or `recover`, which replace those of the pruner.
 
         Returns:
@@ -506,7 +506,7 @@ class MoonshotPruner:
         Args:
             runtime: "auto" packs the layers that this device decodes faster packed, and logs which and why; "packed"
                 packs all that can be; "dense" unpacks all.
-            inputs: "int8" or "float", as for `load_pruned`.
+            inputs: "int8" rounds the inputs of products with integer codes to 8 bits; "float" never rounds them.
 
         Returns:
             The runtime of every pruned layer with the reason, also kept as `model.moonshot_runtime`.
@@ -560,7 +560,7 @@ class MoonshotPruner:
 
         Args:
             repo_id: "user/name", or a name of your own.
-            format: as for `save_pretrained`.
+            format: "dense", "packed" or "compressed-tensors", as `save_pretrained` writes them.
             private: visibility of a new repository; None: the account's default.
             token: None: of `hf auth login`.
             exist_ok: allow a repository with files, whose weights the commit replaces.

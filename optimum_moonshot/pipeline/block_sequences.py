@@ -115,7 +115,8 @@ def find_sequence(
     """The sequence of blocks that compute the same one by one as in the model; None where they do not.
 
     Each block must be called once, read the output of the one before, and return the same output and the same input
-    gradient when run again alone on its cached arguments. Arguments as for `find_block_sequences`.
+    gradient when run again alone on its cached arguments. The model is in evaluation mode and onloaded, `batch` a small
+    sample on its device; input gradients must agree with `gradients` only.
     """
     calls, outputs, order = list[BlockCall](), list[Tensor](), list[int]()
     extras: Extras = []

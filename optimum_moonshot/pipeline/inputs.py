@@ -116,8 +116,8 @@ def prepare(
 ) -> Prepared:
     """Check the model, which stays as it is, and read the data; of several processes the first one reads them for all.
 
-    `calibration` is as for `MoonshotPruner.prune`. Samples that the model generates are in the folder of a run
-    (`field` "resume_dir") or of variants ("work_dir"), else in memory.
+    `calibration` is data in any form that `MoonshotPruner.prune` accepts. Samples that the model generates are in the
+    folder of a run (`field` "resume_dir") or of variants ("work_dir"), else in memory.
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another

@@ -156,7 +156,7 @@ class ResultStore:
         """Store the losses of a layer at several sparsities.
 
         Raises:
-            MoonshotError: as `put`.
+            MoonshotError: the folder cannot be written, or the disk is full.
         """
         if self.folder is not None:
             points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
@@ -173,7 +173,7 @@ class ResultStore:
         """Store the state of learning a rotation, which `rotation` returns in a resumed run.
 
         Raises:
-            MoonshotError: as `put`.
+            MoonshotError: the folder cannot be written, or the disk is full.
         """
         if self.folder is not None:
             self.folder.save(ROTATION, "state", tensors, values)
@@ -182,7 +182,7 @@ class ResultStore:
         """Store the state of training the whole model in the folder, in place of an earlier one.
 
         Raises:
-            MoonshotError: as `put`.
+            MoonshotError: the folder cannot be written, or the disk is full.
         """
         if self.folder is not None:
             self.folder.save(TRAINING, "state", tensors, values)
@@ -203,7 +203,7 @@ class ResultStore:
             parameters: all other parameters that have changed, by their names in the model, of any shape.
 
         Raises:
-            MoonshotError: as `put`.
+            MoonshotError: the folder cannot be written, or the disk is full.
         """
         weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
         parameters = {name: tensor.cpu().contiguous() for name, tensor in (parameters or {}).items()}

@@ -206,7 +206,7 @@ class SharedRows:
 
 
 class LowRankRows:
-    """A shared matrix, `gram` as for `SharedRows`, plus a low-rank term per row.
+    """The shared matrix a·G + μI, `gram` [groups, d_in, d_in], plus a low-rank term per row.
 
     `factors` are √b·A_kᵀ, [d_out, samples, d_in] in float32, contiguous.
     """

@@ -228,7 +228,7 @@ class Solver(ABC):
         """Prune by several patterns of one class, to compare their losses; override this if they can share work.
 
         Args:
-            objective: as for `solve`.
+            objective: the quadratic objective of the matrix, in the form that `solve` takes.
             patterns: one or more.
 
         Returns:
