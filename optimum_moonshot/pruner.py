@@ -20,7 +20,6 @@ from .model.isolation import isolated, uncompiled
 from .model.losses import OutputLoss, has_head
 from .pipeline.run_context import check_idle, run_context
 from .pipeline.selection import Subject, select
-from .plan.machine import MachineMemory
 from .plan.run import make_plan
 from .prune.record import compact_pruned, note_rotation, note_vocabulary, remove_tokens
 from .prune.run import prune_model, rotate_model
@@ -139,7 +138,7 @@ class MoonshotPruner:
         if loss is None and not has_head(type(self.model)):  # no logits for a cross-entropy
             loss = OutputLoss(self.model, self.config.seed)
         subject = Subject(self.model, self.tokenizer, self.processor, loss, progress)
-        return run_context(subject, self.config.offload_dir, forward, call)
+        return run_context(subject, forward, call)
 
     @property
     def _config(self) -> MoonshotConfig:
@@ -216,9 +215,9 @@ class MoonshotPruner:
             MoonshotError: any error that `prune` raises before its first layer, or a model without known inputs.
         """
         data = self.config.calibration if calibration is None else calibration
-        memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
+        memory, resumes = {"device_memory": device_memory, "host_memory": host_memory}, resume_dir is not None
         with self._run(None, loss, None, False, resume_dir=resume_dir) as subject:
-            return make_plan(subject, self._config, data, forward, resumes, memory)
+            return make_plan(subject, self._config, data, forward, resumes, **memory)
 
     @classmethod
     def plan_for(
@@ -248,9 +247,9 @@ class MoonshotPruner:
             OSError: there is no such model.
         """
         pruner = cls(load_meta(name_or_config, offload, **options), config)
-        memory, resumes = MachineMemory.of(device_memory, host_memory), resume_dir is not None
+        memory = {"device_memory": device_memory, "host_memory": host_memory, "offload": offload}
         with pruner._run(None, None, None, False, resume_dir=resume_dir) as subject:
-            return make_plan(subject, config, config.calibration, None, resumes, memory, offload)
+            return make_plan(subject, config, config.calibration, None, resume_dir is not None, **memory)
 
     def rotate(
         self,

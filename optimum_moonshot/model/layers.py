@@ -49,6 +49,16 @@ class Structure:
     outside: tuple[PrunableLayer, ...]
     skipped: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def resident(self) -> bool:
+        """Whether the weights of all blocks are in the model all the time."""
+        return all(block.weights is RESIDENT for block in self.blocks)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some weights of the blocks are loaded from disk."""
+        return any(block.weights.on_disk for block in self.blocks)
+
     def layers(self) -> Iterator[PrunableLayer]:
         for block in self.blocks:
             yield from block.layers
@@ -175,11 +185,6 @@ def _is_block(module: nn.Module) -> bool:
 def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
     """The weights of the block that a module is in, by module."""
     return {module: block.weights for block in blocks for module in block.module.modules()}
-
-
-def is_on_disk(blocks: Sequence[Block]) -> bool:
-    """Whether any of the blocks' weights are loaded from disk."""
-    return any(block.weights.on_disk for block in blocks)
 
 
 @contextmanager

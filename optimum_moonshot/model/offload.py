@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from ..errors import MoonshotError, check_path, reason, require
 from ..mapped import SpillFile
 from ..packing.layer import spill_tensor
-from .weights import FOLDERS, ONLOADED, RESIDENT, WEIGHTS, Weights, offload_hooks, tie_again
+from .weights import FOLDERS, ONLOADED, RESIDENT, WEIGHTS, Load, Weights, offload_hooks, tie_again
 
 _FILES = "_moonshot_files"  # attribute of accelerate's loader that holds its `SourceFiles`
 _HINT = "load the model again"
 _SAVE = "save_pretrained"
-Load = Callable[[], Tensor]
 
 
 class Changes(NamedTuple):
@@ -85,6 +84,7 @@ class _Slot:
 class Offloaded(Weights):
     """The offloaded weights of a block; `folder` returns the folder for written weights that come from disk."""
 
+    stored = True
     read = 0  # bytes loaded, by all blocks
 
     def __init__(self, slots: list[_Slot], folder: Callable[[], str | None]):
@@ -178,7 +178,6 @@ class Offloaded(Weights):
         return spill_tensor(self._spill, slot.name, tensor)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:
-        """Store another weight in place of a placeholder, without onloading; `load` has the parameter's layout."""
         for slot in self.slots:
             if slot.table[slot.key] is parameter:
                 slot.hook.weights_map.written[slot.name] = load

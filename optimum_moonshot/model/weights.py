@@ -8,11 +8,12 @@ Write-back is explicit: a weight is stored on exit if `mark_written` declared it
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
 # Of each onloaded weight's module: the set of modules and keys whose weights will be stored on exit.
@@ -20,9 +21,13 @@ ONLOADED: WeakKeyDictionary[nn.Module, set[tuple[nn.Module, str]]] = WeakKeyDict
 FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # of a model, for written weights from disk
 
 
+Load = Callable[[], Tensor]
+
+
 class Weights:
     """The weights of a block; in this class, they are in the model all the time."""
 
+    stored: bool = False  # whether written ones are stored elsewhere, and `replace` can do so without onloading
     on_disk: bool = False  # whether some of them are loaded from disk
 
     def onloaded(self) -> AbstractContextManager[None]:
@@ -35,6 +40,10 @@ class Weights:
 
     def restore(self, changes: Any) -> None:
         """Drop the weights stored since `changes` was called."""
+
+    def replace(self, parameter: nn.Parameter, load: Load) -> None:
+        """Store another weight in place of a placeholder, without onloading; `load` has the parameter's layout."""
+        raise NotImplementedError("weights that are not stored are written in place")
 
 
 RESIDENT = Weights()

@@ -15,7 +15,7 @@ from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, onloaded_in_turn
 from ..model.losses import OutputLoss
 from ..model.weight_sums import block_sums, model_function, model_parts, model_sums, rest_sums
-from ..model.weights import RESIDENT
+from ..model.weights import FOLDERS, RESIDENT
 from .backoff import Backoff
 from .block_sequences import Extras, probe_blocks
 from .calibration_data import (
@@ -152,6 +152,7 @@ def prepare(
     elif selection.needs_losses and isinstance(subject.loss, OutputLoss):  # the model has no head
         data = dataclasses.replace(data, notes=(*data.notes, f"Fisher loss: {subject.loss}"))
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
+    FOLDERS[subject.model] = config.offload_dir  # of the weights that the run writes to offloaded blocks
     samples_folder = None if SelfCalibration.of(calibration) is None else samples_folder
     prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), samples_folder)
     prepared = _with_block_probe(prepared) if offloaded else prepared

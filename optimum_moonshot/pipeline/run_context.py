@@ -16,7 +16,6 @@ from ..errors import require
 from ..model.calls import CALL, Forward, called_by, replace_call
 from ..model.isolation import isolate, use_differentiable_attention, wide_products
 from ..model.layers import find_blocks, rest_onloaded
-from ..model.weights import FOLDERS
 from ..runtime.packed_module import is_packed
 from .backoff import enough_memory
 from .selection import Subject
@@ -28,13 +27,10 @@ PACKED = 'the model is packed in memory: call pruner.to_runtime("dense") first'
 
 
 @contextmanager
-def run_context(
-    subject: Subject, offload_dir: str | None, forward: Forward | None = None, call: str | None = None
-) -> Iterator[Subject]:
+def run_context(subject: Subject, forward: Forward | None = None, call: str | None = None) -> Iterator[Subject]:
     """Yield the subject with the processes of the run; its model is called by `forward` inside the block.
 
-    All processes of `torch.distributed` enter together, with the same `call`; None is for one process. Weights written
-    to offloaded blocks go to `offload_dir`.
+    All processes of `torch.distributed` enter together, with the same `call`; None is for one process.
 
     Raises:
         MoonshotError: inference mode, a model that is packed, that another run works on or that has the weights of a
@@ -70,7 +66,6 @@ def run_context(
             undo.enter_context(context)
         if ranks.size > 1:
             ranks.check_equal("the call", {"the method": str(call)})
-        FOLDERS[model] = offload_dir
         progress = subject.progress and ranks.is_main
         with enough_memory():
             yield dataclasses.replace(subject, progress=progress, ranks=ranks, notes=notes)

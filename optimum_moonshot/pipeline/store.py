@@ -50,7 +50,7 @@ class ResultStore:
         parts: Parts,
         field: str = "resume_dir",
         spilling: bool = False,
-        spill_to: str | None = None,
+        spill_to: str | os.PathLike[str] | None = None,
     ):
         self.folder = None if folder is None else RunFolder(folder, field)
         self.spill = SpillFile(spill_to) if spilling else None

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..model.layers import NamedParameter, PrunableLayer, is_on_disk, rest_onloaded
-from ..model.offload import Changes, Offloaded
+from ..model.layers import NamedParameter, PrunableLayer, rest_onloaded
 from ..model.weight_sums import LOSSES, model_parts, model_sums
 from ..model.weights import Weights
 from ..model.word_embeddings import bytes_beside
@@ -88,9 +87,9 @@ class Variant:
         ranks = prepared.subject.ranks
         folder = ranks.broadcast_object(folder)
         parts = run_parts(prepared, selection) if folder is not None and ranks.is_main else {}
-        spilling = spilling or is_on_disk(selection.structure.blocks)
+        spilling = spilling or selection.structure.on_disk
         written_to = folder if ranks.is_main else None
-        store = ResultStore(written_to, parts, field, spilling, spill_to=selection.config.offload_dir)
+        store = ResultStore(written_to, parts, field, spilling, spill_to=prepared.storage.folder)
         if folder is not None and ranks.size > 1:
             store.share(ranks.broadcast_object)
         return cls(prepared.model, selection, store, prepared.notes)
@@ -172,7 +171,7 @@ class Variant:
         """The report, whose record is attached to the model; `seconds` by phase, with the total."""
         structure, store = self.selection.structure, self.store
         layers = [store.reports[layer.name] for layer in self.layers]
-        place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
+        place = "on disk" if structure.on_disk else "in host memory"
         rotation = None if self.rotated is None else self.rotated.report
         allocated = layers if self.selection.config.allocation in METHODS[1:] else ()
         targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
@@ -187,7 +186,7 @@ class Variant:
             layers,
             seconds,
             [*self.notes, *remained],
-            None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was onloaded",
+            [] if prepared.block_probe is None else [f"blocks stayed {place}: one at a time was onloaded"],
             {
                 "skipped": {**structure.skipped, **self.skipped},
                 "parameters": sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
@@ -222,15 +221,15 @@ class _Dense:
 
     variant: Variant
     weights: dict[str, Tensor] = field(default_factory=dict)  # by layer or parameter, in host memory
-    offloaded: list[tuple[Offloaded, Changes]] = field(default_factory=list)  # earlier changes of offloaded blocks
+    changes: list[tuple[Weights, Any]] = field(default_factory=list)  # the earlier ones of weights that are stored
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back."""
-        for offloaded, changes in self.offloaded:
-            offloaded.restore(changes)
+        for weights, changes in self.changes:
+            weights.restore(changes)
         for weights, written in self.variant.written():
-            replaced = [item for item in written if item.name in self.weights]  # none of an offloaded block
+            replaced = [item for item in written if item.name in self.weights]  # none of those stored elsewhere
             with weights.onloaded() if replaced else nullcontext():
                 for item in replaced:
                     item.write(self.weights[item.name])
@@ -242,8 +241,8 @@ def _swap(variant: Variant, weight: Callable[[Written], Tensor]) -> _Dense:
     dense, embeddings = _Dense(variant), variant.selection.embeddings(variant.model)
     try:
         for weights, written in variant.written():
-            if isinstance(weights, Offloaded):
-                dense.offloaded.append((weights, weights.changes()))
+            if weights.stored:
+                dense.changes.append((weights, weights.changes()))
                 for item in written:
                     weights.replace(item.parameter, _parameter(item, variant.store.loader(item.name)))
                 continue
@@ -353,14 +352,15 @@ def attach_report(
     layers: list[LayerReport],
     seconds: dict[str, float],
     notes: Iterable[str],
-    offload_note: str | None = None,
+    memory_notes: Iterable[str] = (),
     report: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> PruneReport:
     """The report of a run; its record is attached to the pruned model.
 
-    `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` come before the notes on
-    memory and processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
+    `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` come before those on
+    memory, to which `memory_notes` are added, and on processes; `report` and `record` are further fields of the
+    `PruneReport` and the `PruningRecord`.
     """
     config, processes = selection.config, prepared.backoff.ranks.size
     alone = ["the rotation was learned"] if config.rotation is not None else []
@@ -378,7 +378,7 @@ def attach_report(
         notes=[
             *notes,
             *prepared.backoff.notes,
-            *([offload_note] if offload_note else []),
+            *memory_notes,
             *([f"{processes} processes shared the samples and the layers{idle}{by_one}"] if processes > 1 else []),
         ],
         **(report or {}),

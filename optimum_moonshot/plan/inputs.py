@@ -11,14 +11,13 @@ from ..errors import MoonshotError
 from ..model.calls import frozen, model_device, to_device
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images
-from ..pipeline.backoff import Backoff
 from ..pipeline.block_sequences import without_weights
 from ..pipeline.calibration_data import usable, with_room
 from ..pipeline.inputs import prepare
 from ..pipeline.model_pipeline import block_sequences
 from ..pipeline.selection import Selection, Subject
 from ..prune.layers import runs_forward
-from .machine import MachineMemory, offloaded_blocks
+from .machine import MachineMemory
 from .memory import RunSpec
 
 
@@ -59,17 +58,14 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
     return split_batches([batch], selection.config.batch_size)
 
 
-def describe_run(
-    subject: Subject, selection: Selection, batches: list[Batch], machine: MachineMemory, offload: str | None
-) -> RunSpec:
+def describe_run(subject: Subject, selection: Selection, batches: list[Batch], machine: MachineMemory) -> RunSpec:
     """Describe a run, load its data in batches, and find with which extras its blocks can return their input.
 
     Raises `MoonshotError` for a run that cannot be planned.
     """
     model, device, blocks = subject.model, model_device(subject.model), selection.structure.blocks
-    offloaded = offloaded_blocks(selection.structure, offload, device if machine.device is None else None)
-    storage, in_turn, extras = machine.storage(model, selection.config, offloaded), blocks, None
-    if device.type != "meta" and offloaded is None:
+    run, in_turn, extras = machine.run(subject, selection), blocks, None
+    if device.type != "meta" and selection.structure.resident:
         prepared = prepare(subject, selection, batches)
         with frozen(model):
             tested = block_sequences(prepared, selection.needs_gradients).sequential
@@ -86,18 +82,8 @@ def describe_run(
                 raise MoonshotError("plan: the model's blocks are not sequential", hint=hint)
             extras = probe.extras
     forward = (extras is not None or device.type == "meta") and runs_forward(selection)
-    return RunSpec(
-        subject,
-        selection,
-        data,
-        storage,
-        Backoff(storage),
-        in_turn=in_turn,
-        extras=extras,
-        offloaded=offloaded,
-        gradients=selection.needs_gradients,
-        forward=forward,
-    )
+    gradients = selection.needs_gradients
+    return dataclasses.replace(run, data=data, in_turn=in_turn, extras=extras, gradients=gradients, forward=forward)
 
 
 def _image_shape(subject: Subject) -> tuple[int, ...] | None:

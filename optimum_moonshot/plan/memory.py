@@ -68,9 +68,9 @@ class Rehearsed(NamedTuple):
 class OffloadedBlocks(NamedTuple):
     """Bytes of the offloaded blocks; one at a time is onloaded."""
 
-    largest: int
-    total: int
-    place: str  # "cpu" or "disk"
+    largest: int = 0
+    total: int = 0  # 0: all blocks are resident
+    place: str | None = None  # "cpu" or "disk"
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -89,11 +89,31 @@ class RunSpec(Prepared):
 
     in_turn: tuple[Block, ...] = ()  # blocks that follow each other; other layers need passes of the whole model
     extras: Extras | None = None  # with which blocks can return their input; None: all have to run
-    offloaded: OffloadedBlocks | None = None
+    offloaded: OffloadedBlocks = OffloadedBlocks()
     resumes: bool = False  # results are written to a folder
     gradients: bool = False  # whether its passes run backward
     forward: bool = False  # whether its statistics are those of forward passes behind pruned blocks
     kind: type[StatisticsSpec] = StatisticsSpec
+
+    def describe_model(self, weights: bool) -> dict[str, Any]:
+        """The model, which may have no weights, for the report of the plan."""
+        return {
+            "class": type(self.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "bytes": module_bytes(self.model),
+            "weights": weights,
+            "offloaded": self.offloaded._asdict() if self.offloaded.total else None,
+        }
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the model that are on its device all the time."""
+        return module_bytes(self.model) - self.offloaded.total
+
+    @property
+    def onloaded_bytes(self) -> int:
+        """Bytes of the blocks that are onloaded one after the other whenever the run visits them."""
+        return self.offloaded.total
 
     @property
     def count(self) -> int:
@@ -155,7 +175,7 @@ class RunSpec(Prepared):
     @property
     def result_place(self) -> str:
         """Where results wait for the end of the run."""
-        return DISK if self.resumes or (self.offloaded is not None and self.offloaded.place == DISK) else HOST
+        return DISK if self.resumes or self.offloaded.place == DISK else HOST
 
     def result_bytes(self, layer: PrunableLayer) -> int:
         """Bytes of a layer's pruned weight; in a file only its survivors and a bit mask."""
@@ -245,7 +265,7 @@ class Trace:
     def all(self) -> tuple[BlockPlan, ...]:
         """Count all phases, in the order of the run; returns the passes of the calibration."""
         run, config = self.run, self.run.selection.config
-        self.add("weights of a block", self.device, run.offloaded.largest if run.offloaded else 0)
+        self.add("weights of a block", self.device, run.offloaded.largest)
         if config.rotation is not None:
             self._rotation()
         if config.allocation == "fisher":
@@ -307,7 +327,7 @@ class Trace:
         stay until the run ends.
         """
         run, selection = self.run, self.run.selection
-        if run.offloaded is None:
+        if run.offloaded.place is None:
             self.add("dense weights", HOST, sum(map(weight_bytes, selection.layers)))
         else:
             self.add("rotated weights", run.offloaded.place, run.offloaded.total)
@@ -335,8 +355,8 @@ class Trace:
         tensors of a saved file. A resident model in host memory is saved without copies.
         """
         run, offloaded, self.freed = self.run, self.run.offloaded, 0
-        copied = max(STREAMED_BYTES, offloaded.largest) if offloaded else SHARD_BYTES * (self.device != HOST)
-        if offloaded is None:
+        copied = max(STREAMED_BYTES, offloaded.largest) if offloaded.total else SHARD_BYTES * (self.device != HOST)
+        if not offloaded.total:
             sizes = list(map(weight_bytes, run.selection.layers))
             sizes += [parameter.nbytes for block in run.in_turn for parameter in run.trained_beside(block)]
             self.add("dense weights", HOST, max(sizes) + (sum(sizes) if run.resumes else 0))

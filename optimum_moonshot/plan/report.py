@@ -114,14 +114,9 @@ class Plan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        model, data, offloaded = self.model, self.data, self.model["offloaded"]
-        location = f"{gib(model['bytes'])} on {self.device}"
-        if offloaded:
-            place = "host memory" if offloaded["place"] == HOST else "files"
-            location = f"{gib(model['bytes'] - offloaded['total'])} on {self.device}"
-            location += f", {gib(offloaded['total'])} offloaded to {place}, onloaded block by block"
+        model, data = self.model, self.data
         weights = "" if model["weights"] else ", without its weights"
-        yield f"model: {model['class']}, {model['parameters']:,} parameters, {location}{weights}"
+        yield f"model: {model['class']}, {model['parameters']:,} parameters, {self._location()}{weights}"
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
         yield f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"
         for (rounds, passes), equal in groupby(self.blocks, lambda block: (block.rounds, block.passes)):
@@ -136,12 +131,21 @@ class Plan:
         if self.seconds:
             yield "; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items())
         yield from (overflow.line() for overflow in self.overflows)
-        resident = "the resident part of the model" if offloaded else "the model"
+        resident = "the resident part of the model" if model["offloaded"] else "the model"
         sizes = [
             f"{place} {gib(size)}" + (f" of {gib(self.available[place])} free" if place in self.available else "")
             for place, size in self.peaks.items()
         ]
         yield f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {resident}, at most {', '.join(sizes)}"
+
+    def _location(self) -> str:
+        """The places of the model."""
+        size, blocks = self.model["bytes"], self.model["offloaded"]
+        if not blocks:
+            return f"{gib(size)} on {self.device}"
+        place = "host memory" if blocks["place"] == HOST else "files"
+        resident = f"{gib(size - blocks['total'])} on {self.device}"
+        return f"{resident}, {gib(blocks['total'])} offloaded to {place}, onloaded block by block"
 
 
 def _by_phase(snapshots: Sequence[Snapshot]) -> list[list[Snapshot]]:

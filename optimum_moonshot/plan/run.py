@@ -40,23 +40,23 @@ def make_plan(
     calibration: Any,
     forward: Forward | None = None,
     resumes: bool = False,
-    machine: MachineMemory | None = None,
-    offload: str | None = None,
+    **memory: Any,
 ) -> Plan:
-    """Plan a run, as `MoonshotPruner.plan`; `offload` is where the blocks of a model without weights would be.
+    """Plan a run, as `MoonshotPruner.plan`.
 
-    `resumes` says whether results are written to a folder; `machine` is the memory of another machine.
+    `resumes` says whether results are written to a folder; `memory` are the arguments of `MachineMemory.of`.
 
     Raises:
         MoonshotError: the run is not possible with the model or the data, or cannot be planned.
     """
     message = "it has no plan; its statistics are a few numbers"
     require(config.pattern != Experts.kind, message, field="pattern", value=Experts.kind)
+    machine = MachineMemory.of(**memory)
     model, device, limits = subject.model, model_device(subject.model), machine or MachineMemory()
     weights, started, selection = device.type != "meta", clock(device), select(subject.model, config)
     batches = example_batches(subject, selection, calibration)
     with called_by(model, forward) if weights else nullcontext():
-        run = dataclasses.replace(describe_run(subject, selection, batches, limits, offload), resumes=resumes)
+        run = dataclasses.replace(describe_run(subject, selection, batches, limits), resumes=resumes)
         ready, seconds = clock(device) - started, dict[str, float]()
         with Rehearsal.of_model(run) if weights else nullcontext() as rehearsal:
             trace = Trace(run, lambda phase, name: rehearsal.of(phase, name) if rehearsal else phase.by_shapes())
@@ -68,16 +68,10 @@ def make_plan(
     free = {str(place): int(size) for place, size in run.storage.free.items()}
     peaks = peaks_of(trace.snapshots, [*dict.fromkeys([str(run.storage.device), *free]), DISK])
     estimate = rehearsal.note(run) if rehearsal else "an estimate by the shapes of the layers, without weights"
-    data, offloaded, left_out = run.calibration, run.offloaded, notes_of(run, bool(seconds))
+    data, left_out = run.calibration, notes_of(run, bool(seconds))
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
-        model={
-            "class": type(model).__name__,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": module_bytes(model),
-            "weights": weights,
-            "offloaded": None if offloaded is None else offloaded._asdict(),
-        },
+        model=run.describe_model(weights),
         data={
             "num_samples": data.num_samples,
             "sequence_length": data.sequence_length,
@@ -109,10 +103,10 @@ def seconds_of(trace: Trace, ready: float) -> dict[str, float]:
         passes = 0.75 * config.recovery_steps * STEP_SAMPLES / run.count + 1
         seconds["recovery"] = passes * (seconds["recovery"] - phases["recovery"].around)
         seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
-    if run.offloaded is not None:
+    if run.onloaded_bytes:
         steps, _ = learning_size(config, run.selection.layers)
         reads = READS if config.rotation is None else READS + ROTATION_READS + steps
-        seconds["reading"] = reads * run.offloaded.total / DISK_RATE
+        seconds["reading"] = reads * run.onloaded_bytes / DISK_RATE
     seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
     return {**seconds, "total": sum(seconds.values())}
 
@@ -144,5 +138,5 @@ def notes_of(run: RunSpec, timed: bool) -> Iterator[str]:
         yield "without the seconds of permuting channels for n:m patterns"
     if timed and config.recover is not None:
         yield "seconds of all steps of the recovery, which ends earlier where the held-out loss does not improve"
-    if timed and run.offloaded is not None:
+    if timed and run.onloaded_bytes:
         yield f"seconds of reading and saving at {DISK_RATE / 1e6:.0f} MB/s"

@@ -22,7 +22,6 @@ from ..config import MoonshotConfig
 from ..devices import is_gpu
 from ..errors import require
 from ..model.calls import frozen
-from ..model.weights import RESIDENT
 from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
 from .blockwise import Recovery, SmallerModel
@@ -50,8 +49,7 @@ def plan_recovery(prepared: Prepared, variant: Variant, smaller: SmallerModel | 
     message = f"recover={config.recover!r} needs data"
     require(prepared.data is not None, message, field="calibration", value=None)
     if config.distills:
-        resident = all(block.weights is RESIDENT for block in prepared.selection.structure.blocks)
-        removable, hint = smaller is None or resident, "use recover='blockwise'"
+        removable, hint = smaller is None or variant.selection.structure.resident, "use recover='blockwise'"
         why = "the experts of offloaded blocks are removed after the recovery"
         require(removable, why, field="recover", value=config.recover, hint=hint)
         part_size(prepared.calibration.num_samples)

@@ -78,7 +78,7 @@ def shrink_model(
         report = dataclasses.replace(report, **changes)
         return Shrunk(smaller.model, smaller.tokenizer, report, replaced_files=smaller.files)
     subject = dataclasses.replace(subject, model=smaller.model, tokenizer=smaller.tokenizer)
-    with run_context(subject, config.offload_dir, forward, "shrink") as subject:
+    with run_context(subject, forward, "shrink") as subject:
         target = dataclasses.replace(target, dense=dense)
         shrunk = _shrink_parts(subject, config, calibration, target, *options)
     _add_vocabulary(shrunk, smaller.report, dense)

@@ -18,6 +18,8 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
 from optimum_moonshot.model.offload import Offloaded
 from optimum_moonshot.model.weights import is_offloaded, mark_written
+from optimum_moonshot.pipeline.inputs import prepare
+from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.prune import run as run_module
 
 
@@ -254,8 +256,8 @@ def test_a_failed_read_or_write_keeps_the_model(llama, monkeypatch, tmp_path):
     assert torch.equal(pruner.model(ids).logits, before)
     (tmp_path / "cache").rename(tmp_path / "away")
     (tmp_path / "cache").write_text("no folder")
-    with pruner._run(None, None, None, False):
-        pass
+    with pruner._run(None, None, None, False) as subject:
+        prepare(subject, select(subject.model, pruner.config), token_batches())
     with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.onloaded(), torch.no_grad():
         block.module.mlp.up_proj.weight.zero_()
         mark_written(block.module.mlp.up_proj, "weight")
