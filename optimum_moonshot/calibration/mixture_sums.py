@@ -20,7 +20,7 @@ from ..errors import MoonshotError, require
 from ..model.calls import hook_gradient
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
-from .statistic import NOT_FINITE
+from .accumulators import NOT_FINITE
 from .storage import Storage
 
 

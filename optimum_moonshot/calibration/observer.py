@@ -2,8 +2,8 @@
 
 Calls are read piece by piece in the normal form of model/layers.py, without padding tokens. `InputSums` has the
 statistics of the inputs, once for all layers with the same input tensor (q, k and v), and `GradientSums` the statistics
-of a layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
-`merge_statistics` merges the statistics of several processes that share the samples.
+of a layer's gradients; accumulators.py has the statistics themselves and their interface. `merge_statistics`
+merges the statistics of several processes that share the samples.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -24,9 +24,12 @@ from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
 from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
 from .accumulators import (
+    NOT_FINITE,
     GradientPlan,
+    GradientStatistic,
     Gram,
     InputSquares,
+    InputStatistic,
     InputSum,
     LayerTotals,
     RowMatrices,
@@ -36,7 +39,6 @@ from .accumulators import (
     TokenWeights,
     WeightedGram,
 )
-from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
 
 

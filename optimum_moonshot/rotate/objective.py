@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic
+from ..calibration.accumulators import GradientStatistic
 from ..calibration.storage import Storage
 from ..distributed.sharing import Merger
 from ..model.layers import Block, PrunableLayer

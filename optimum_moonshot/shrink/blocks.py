@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from ..calibration.statistic import NOT_FINITE
+from ..calibration.accumulators import NOT_FINITE
 from ..distributed.sharing import Merger
 from ..errors import require
 from ..model.calls import first_tensor, frozen, hook_gradient, split_hidden

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..calibration.statistic import NOT_FINITE
+from ..calibration.accumulators import NOT_FINITE
 from ..data.batches import Batch
 from ..errors import require
 from ..model.calls import (

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibration.statistic import NOT_FINITE
+from ..calibration.accumulators import NOT_FINITE
 from ..data.batches import Batch, split_batches
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..calibration.statistic import NOT_FINITE
+from ..calibration.accumulators import NOT_FINITE
 from ..errors import require
 from ..model.calls import evaluation_mode
 from ..model.depth import BlockSearch

@@ -7,9 +7,8 @@ from models import image_batches, make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.calibration.accumulators import GradientPlan
+from optimum_moonshot.calibration.accumulators import GradientPlan, GradientStatistic, InputStatistic
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.statistic import GradientStatistic, InputStatistic
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size, split_batches
 from optimum_moonshot.model.calls import frozen, run_model

@@ -14,8 +14,8 @@ from process_runs import DIED, ROOT, assert_alike, assert_same, environment, fou
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
+from optimum_moonshot.calibration.accumulators import InputStatistic
 from optimum_moonshot.calibration.observer import Observer, merge_statistics
-from optimum_moonshot.calibration.statistic import InputStatistic
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size, samples_between
 from optimum_moonshot.distributed.ranks import Ranks

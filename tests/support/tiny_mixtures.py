@@ -7,8 +7,8 @@ from models import token_batches
 from tiny_configs import tiny_config
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.calibration.accumulators import InputStatistic
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.statistic import InputStatistic
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.layers import find_structure
