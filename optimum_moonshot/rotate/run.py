@@ -18,8 +18,8 @@ from ..pipeline.inputs import Prepared
 from ..pipeline.variant import Variant, broadcast_first
 from ..progress import progress_bar
 from .basis import Basis, ModelRotation, check_invariance, check_same, outputs
-from .gather import WHERE, PatternsOf, gather, release_inverses, rotatable_spaces
 from .learning import Learned, learn, learning_size, rotations, scale
+from .objective import WHERE, Objective, PatternsOf, gather, release_inverses, rotatable_spaces
 from .permutation_search import permute_channels
 from .report import RotationReport
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ..model.layers import PrunableLayer
     from ..objective.patterns import Pattern
     from ..pipeline.store import ResultStore
-    from .objective import Objective
 
 # Steps of learning after which the state is stored, to survive an interruption.
 SAVED_EVERY = 10

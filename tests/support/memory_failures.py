@@ -17,7 +17,6 @@ from optimum_moonshot.pipeline import calibration_loss, walk
 from optimum_moonshot.pipeline import solve as layer_solving
 from optimum_moonshot.prune import layers
 from optimum_moonshot.recover.tuning import BlockTask
-from optimum_moonshot.rotate import gather as rotation_objective
 from optimum_moonshot.rotate import learning, objective, permutation_search
 from optimum_moonshot.solvers.ranked import Ranked
 
@@ -97,7 +96,7 @@ PLACES = {
     "curve": (fisher_allocation, "loss_curve"),
     "tuning": (BlockTask, "error"),
     "mixture": (MixtureSums, "add"),
-    "rotation": (rotation_objective, "coordinates"),
+    "rotation": (objective, "coordinates"),
     "totals": (objective, "scores"),
     "learning": (objective, "removed"),
     "Cayley": (learning, "_orthogonal"),
