@@ -76,8 +76,9 @@ class FactorizationError(MoonshotError):
     """A layer's quadratic stayed singular at the largest damping tried."""
 
 
-# The hint where something forbids a backward pass.
+# The hints where something forbids a backward pass, and where values are NaN or infinite.
 NO_BACKWARD = "set lam=1, without allocation='fisher'"
+NOT_FINITE = "check the model's weights and dtype (float16 overflows; use bfloat16)"
 
 
 def field_text(name: str, value: Any) -> str:

@@ -36,7 +36,6 @@ STAGED = 64
 # Gram matrices are symmetric: with 4 blocks of rows, 5/8 of the products are computed, in 0.62 to 0.71 of the time of
 # all on one thread (576 to 4,096 inputs; 8 blocks are no faster). Narrow blocks are slower than that.
 BLOCKS, LEAST_BLOCK = 4, 128
-NOT_FINITE = "check the model's weights and dtype (float16 overflows; use bfloat16)"  # a hint
 _NOT_MERGED = "it has no `{}`, so that several processes cannot share the data: write one, or use one process"
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ..distributed.sharing import Merger
-from ..errors import MoonshotError, require
+from ..errors import NOT_FINITE, MoonshotError, require
 from ..model.calls import hook_gradient
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
-from .accumulators import NOT_FINITE
 from .storage import Storage
 
 

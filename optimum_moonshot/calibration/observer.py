@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from ..distributed.sharing import Merger, Owner
-from ..errors import NO_BACKWARD, MoonshotError, error_context, require
+from ..errors import NO_BACKWARD, NOT_FINITE, MoonshotError, error_context, require
 from ..model.calls import hook_gradient
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
 from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
 from .accumulators import (
-    NOT_FINITE,
     GradientPlan,
     GradientStatistic,
     Gram,

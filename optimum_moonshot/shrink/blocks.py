@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from ..calibration.accumulators import NOT_FINITE
 from ..distributed.sharing import Merger
-from ..errors import require
+from ..errors import NOT_FINITE, require
 from ..model.calls import first_tensor, frozen, hook_gradient, split_hidden
 from ..model.layers import Block, PrunableLayer
 from ..objective.linalg import all_finite

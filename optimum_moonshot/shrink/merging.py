@@ -37,9 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..calibration.accumulators import NOT_FINITE
 from ..data.batches import Batch
-from ..errors import require
+from ..errors import NOT_FINITE, require
 from ..model.calls import (
     Arguments,
     close,

@@ -31,9 +31,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibration.accumulators import NOT_FINITE
 from ..data.batches import Batch, split_batches
-from ..errors import MoonshotError, require
+from ..errors import NOT_FINITE, MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import find_blocks, require_resident
 from ..model.losses import Loss, loss_gradient, token_mask

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..calibration.accumulators import NOT_FINITE
-from ..errors import require
+from ..errors import NOT_FINITE, require
 from ..model.calls import evaluation_mode
 from ..model.depth import BlockSearch
 from ..model.layers import PrunableLayer, find_structure
