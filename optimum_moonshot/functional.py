@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import MoonshotConfig
+from .config import MoonshotConfig, check_ranked
 from .devices import usual_settings
-from .errors import MoonshotError, check_number, require
+from .errors import MoonshotError, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite, in_unit
-from .objective.patterns import Experts, MixedNM, Pattern, Unstructured, nonzeros
+from .objective.patterns import Experts, MixedNM, Pattern, nonzeros
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
-from .solvers import PrunedWeight, Solver, solver_class, solver_names
+from .solvers import PrunedWeight, Solver
 from .solvers.quantization import from_unit, on_grid
 
 
@@ -83,28 +83,6 @@ def prune_weight_path(
     results = [on_grid(solver, objective, *pair) for pair in zip(results, patterns, strict=True)]
     finished = [_finished(*pair, weight) for pair in zip(results, patterns, strict=True)]
     return dict(zip(sparsities, finished, strict=True))
-
-
-def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
-    """Raise `MoonshotError` unless the solver ranks removals, the pattern is unstructured, the sparsities distinct."""
-    ranking = [name for name in solver_names() if solver_class(name).ranks_removals]
-    require(
-        config.solver in ranking,
-        "it does not support several sparsities",
-        field="solver",
-        value=config.solver,
-        hint=f"use one of {', '.join(ranking)}, or prune for each sparsity",
-    )
-    if config.pattern != Unstructured.kind:
-        hint = f"set pattern={Unstructured.kind!r}"
-        raise MoonshotError("it implies a single sparsity", field="pattern", value=config.pattern, hint=hint)
-    listed = isinstance(sparsities, Sequence) and not isinstance(sparsities, str) and len(sparsities) > 0
-    require(listed, "give a list of numbers", field="sparsities", value=sparsities)
-    for sparsity in sparsities:
-        check_number("sparsities", sparsity)
-    require(
-        len(set(sparsities)) == len(sparsities), "a value is given twice", field="sparsities", value=list(sparsities)
-    )
 
 
 def _quantized(config: MoonshotConfig, weight: Tensor) -> Pattern:

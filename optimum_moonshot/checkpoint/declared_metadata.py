@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
 
+from ..config import PatternRules
 from ..errors import MoonshotError, check_number, reason
 from ..model.layers import find_structure, named_layers
 from ..model.word_embeddings import word_embeddings
-from ..objective.allocation_rules import PatternRules
 from ..objective.grid import Grid
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord

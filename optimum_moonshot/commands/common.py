@@ -323,11 +323,11 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
 
 def _read_allocation(value: str) -> str | dict[str, Any]:
     """The name of a method, or the contents of a JSON file."""
-    from ..objective.allocation_rules import METHODS
+    from ..config import ALLOCATIONS
 
-    if value in METHODS:
+    if value in ALLOCATIONS:
         return value
-    usage = f"neither one of {', '.join(METHODS)} nor a JSON file with an object of layers"
+    usage = f"neither one of {', '.join(ALLOCATIONS)} nor a JSON file with an object of layers"
     try:
         rules = json.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -380,7 +380,7 @@ def add_calibration_options(parser: argparse.ArgumentParser, default: str = "the
 
 def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> "str | SelfCalibration | None":
     """The data of `--calibration`; by default C4 if the method needs data, else None."""
-    from ..objective.allocation_rules import NEEDING_DATA
+    from ..config import NEEDING_DATA
     from ..solvers import solver_class
 
     given = ((name, getattr(args, name)) for name in ("prompts", "temperature", "thinking"))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from ..config import NEEDING_DATA
 from ..data.batches import PROBE_TOKENS, Batch, batch_size, digest, shorten, split_batches, take, without_padding
 from ..data.images import load_image_text, load_images, open_image_text, open_images, reads_both
 from ..data.text import LONGEST_SAMPLE, CalibrationData, SelfCalibration, Usable, load_calibration, window_length
@@ -34,7 +35,6 @@ from ..model.layers import PrunableLayer, onloaded_in_turn, visited
 from ..model.losses import add_labels, labelled, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.weight_sums import function_values, model_parts, model_sums
-from ..objective.allocation_rules import NEEDING_DATA
 from ..progress import progress_bar
 from .run_folder import SAMPLES, Parts, RunFolder
 from .selection import Selection, Subject

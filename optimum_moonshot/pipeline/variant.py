@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ..config import ALLOCATIONS
 from ..model.layers import NamedParameter, PrunableLayer, rest_onloaded
 from ..model.weight_sums import LOSSES, model_parts, model_sums
 from ..model.weights import Weights
 from ..model.word_embeddings import bytes_beside
-from ..objective.allocation_rules import METHODS
 from ..reports.prune_report import MODEL, BlockReport, LayerReport, PruneReport
 from ..reports.record import PruningRecord, versions
 from .run_context import holding_variant
@@ -173,7 +173,7 @@ class Variant:
         layers = [store.reports[layer.name] for layer in self.layers]
         place = "on disk" if structure.on_disk else "in host memory"
         rotation = None if self.rotated is None else self.rotated.report
-        allocated = layers if self.selection.config.allocation in METHODS[1:] else ()
+        allocated = layers if self.selection.config.allocation in ALLOCATIONS[1:] else ()
         targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
         bits = {layer.name: layer.bits for layer in layers if layer.bits is not None}
         zeros = [layer.zeros_before for layer in layers if layer.zeros_before]

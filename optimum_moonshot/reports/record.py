@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..config import MoonshotConfig
+from ..config import MoonshotConfig, PatternRules
 from ..errors import MoonshotError, check_expressions, check_number, check_whole, require
-from ..objective.allocation_rules import PatternRules
 from ..objective.grid import Grid
 
 KEY = "moonshot"  # of the record in a model's configuration

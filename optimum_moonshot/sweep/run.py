@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MoonshotConfig
+from ..config import MoonshotConfig, check_ranked
 from ..errors import MoonshotError, require, truncated_repr
-from ..functional import check_ranked
 from ..model.calls import evaluation_mode
 from ..model.losses import is_causal
 from ..pipeline.calibration_loss import mean_loss, mean_of, remember_outputs

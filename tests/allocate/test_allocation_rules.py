@@ -8,8 +8,8 @@ from llama_runs import prune
 from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
+from optimum_moonshot.config import PatternRules, parse_rules
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective.allocation_rules import PatternRules, parse_rules
 from optimum_moonshot.objective.patterns import NM, Unstructured
 
 
