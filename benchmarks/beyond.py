@@ -35,6 +35,7 @@ SETTINGS = {
 }
 WIDER = {pattern: {"pattern": pattern} for pattern in ("8:16", "16:32")}  # only if named on the command line
 SHARES, BASIS, ALPS = {"allocation": "fisher"}, {"rotation": "learned"}, {"solver": "alps"}
+DISTILLED = {"recover": "distill", "recover_steps": 40}
 STEPS = {
     "SparseGPT": {},
     "shares": SHARES,
@@ -44,7 +45,9 @@ STEPS = {
     "ALPS, basis, shares": {**ALPS, **BASIS, **SHARES},
     "block-wise recovery": {"recover": "blockwise"},
     "gradual recovery": {"recover": "gradual"},
-    "all, recovered": {**ALPS, **BASIS, **SHARES, "recover": "gradual"},
+    "ALPS, basis, shares, gradual": {**ALPS, **BASIS, **SHARES, "recover": "gradual"},
+    "ALPS, basis, shares, distill": {**ALPS, **BASIS, **SHARES, **DISTILLED},
+    "recovered": {**ALPS, **SHARES, "fisher": "shared", **DISTILLED},
 }
 # Not for n:m: the sparsity is the same in every layer, and stages of recovery gain nothing.
 UNSTRUCTURED = ("shares", "basis, shares", "gradual recovery")
@@ -70,7 +73,7 @@ def measure(model_folder: str, seed: int, setting: str, step: str, lam: float) -
     fields = dict(STEPS[step])
     if ":" in setting:
         fields.pop("allocation", None)
-        fields |= {"recover": "blockwise"} if "recover" in fields else {}
+        fields |= {"recover": "blockwise"} if fields.get("recover") == "gradual" else {}
     config = MoonshotConfig(**SETTINGS[setting], **fields, lam=lam, seed=seed, num_samples=128, sequence_length=256)
     started = time.process_time()
     report = MoonshotPruner(model, config, tokenizer).prune(str(DEMO / "calibration.txt"), progress=False)

@@ -14,6 +14,12 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
+def read(name: str) -> dict:
+    """The results of one benchmark."""
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content.get("results", content)
+
+
 def random_layer(d_out: int, d_in: int, samples: int, tokens: int, seed: int = 0, device: str = "cpu"):
     """A weight with correlated inputs and per-sample gradients like those of a linear layer (sums of δ xᵀ)."""
     generator = torch.Generator(device).manual_seed(seed)

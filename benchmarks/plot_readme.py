@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/plot_readme.py [FOLDER]
 
-smollm2.png shows how often SmolLM2 predicts the same token as the dense model, by bytes and by speed; choices.png
-perplexity by bits per weight and by speed, results.png perplexity by sparsity and top-1 accuracy by λ, speed.png the
-speed of a packed layer by sparsity and of a complete model.
+smollm2.png shows how often SmolLM2 predicts the same token as the dense model, by bytes and by speed, results.png
+perplexity by sparsity and top-1 accuracy by λ, speed.png the speed of a packed layer by sparsity and of a complete
+model.
 """
 
 import sys
@@ -16,18 +16,17 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from choices import ONE_SHOT, RECOVERED, Choice, read
+from cells import gather
+from common import read
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-SPARSITIES = ("0.5", "0.6", "0.7", "0.8")
+SPARSITIES = ("0.6", "0.7", "0.8")
 GRAY, BLUE, RED, GREEN, VIOLET = "#8a9099", "#3f6fa8", "#b3361e", "#2e7d4f", "#7a4fa3"
 METHODS = {  # label → step and λ in beyond-llama.json, color
     "SparseGPT": ("SparseGPT", 1.0, BLUE),
-    'recipe "one-shot"': (ONE_SHOT, 0.5, RED),
-    'recipe "recovered"': (RECOVERED, 1.0, GREEN),
+    'recipe "one-shot"': ("ALPS, basis, shares", 0.5, RED),
+    "one-shot, distilled": ("ALPS, basis, shares, distill", 0.5, GREEN),
 }
-DENSE = [Choice(f"dense, {bits}", "SparseGPT") for bits in (8, 4, 3, 2)]
-SPARSE_INT4 = [Choice(f"{pattern}, 4", "recovered") for pattern in ("2:4", "0.6", "0.8")]
 # Of real.py: label → settings with their names in the plot, color, and the side of the names: -1 left, 1 right.
 SMOLLM2 = {
     "quantized, no weight removed": (
@@ -37,56 +36,6 @@ SMOLLM2 = {
     "n:m": ({"6:8, SparseGPT": "6:8", "8:16, ALPS": "8:16", "2:4, ALPS": "2:4"}, BLUE, 1),
     "smaller and dense": ({"shrink 0.9": "90%", "shrink 0.75": "75%"}, GREEN, 1),
 }  # fmt: skip
-PERPLEXITIES = dict(
-    yscale="log", ylim=(32.2, 47), yticks=[33, 35, 37, 40, 45], yticklabels=["33", "35", "37", "40", "45"]
-)
-
-
-def plot_bytes(axes: plt.Axes) -> None:
-    """Perplexity of the shipped Llama by bits per weight, for 16-bit models, 4-bit survivors, and dense grids."""
-    for label, (step, lam, color) in METHODS.items():
-        choices = [Choice(sparsity, step, lam) for sparsity in SPARSITIES]
-        draw(axes, choices, label + ", 16 bits", color, above=True if step == ONE_SHOT else None)
-    draw(axes, DENSE, "dense, 8 to 2 bits", GRAY, "s--")
-    draw(axes, SPARSE_INT4[1:], 'recipe "recovered", 4 bits', VIOLET, "D-")
-    axes.axhline(read("beyond-llama")["dense"], color="black", linestyle=":", linewidth=1)
-    axes.set(title="Bytes: Llama of 3.5M parameters", ylabel="held-out perplexity", **PERPLEXITIES)
-    axes.set(xlabel="bits per weight of the pruned layers", xscale="log", xlim=(1.75, 10))
-    axes.set(xticks=[2, 3, 4, 6, 9], xticklabels=["2", "3", "4", "6", "9"])
-    axes.minorticks_off()
-
-
-def plot_speed(axes: plt.Axes) -> None:
-    """The same perplexity by the speed of a larger model with the same setting."""
-    dense = read("beyond-llama")["dense"]
-    draw(axes, [Choice(setting, RECOVERED) for setting in ("2:4", "0.8")], None, GREEN, "o", "speed")
-    draw(axes, SPARSE_INT4, None, VIOLET, "D", "speed")
-    draw(axes, DENSE[1:2], None, GRAY, "s", "speed")
-    axes.plot([1], [dense], "ko")
-    axes.annotate("dense, 16 bits", (1, dense), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-    axes.axhline(dense, color="black", linestyle=":", linewidth=1)
-    axes.set(title="Speed: Llama of the shape of 1B", xlabel="tokens per second, times dense", **PERPLEXITIES)
-    axes.set(xticks=[1, 2, 3, 4], xlim=(0.5, 4.3))
-    axes.minorticks_off()
-
-
-def draw(
-    axes: plt.Axes,
-    choices: list[Choice],
-    label: str | None,
-    color: str,
-    style: str = "o-",
-    place: str = "bits",
-    above: bool | None = False,
-) -> None:
-    """Perplexity of choices by their bits or speed, with the sparsity above or below each point, or without it."""
-    points = [(getattr(choice, place), choice.mean("perplexity")) for choice in choices]
-    axes.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=5)
-    for choice, point in zip(choices, points, strict=True):
-        pattern, _, bits = choice.setting.partition(", ")
-        text = f"int{bits}" if pattern == "dense" else pattern
-        if above is not None and point[1] < PERPLEXITIES["ylim"][1]:
-            axes.annotate(text, point, (0, 5 if above else -12), textcoords="offset points", ha="center", fontsize=8)
 
 
 def plot_language(axes: plt.Axes) -> None:
@@ -94,11 +43,11 @@ def plot_language(axes: plt.Axes) -> None:
     quality = read("quality")["perplexity"]
     lines = {"Wanda": ("wanda λ=1", "#c08a2b"), "paper: SparseGPT, λ = 0.9": ("sparsegpt λ=0.9", VIOLET)}
     for label, (key, color) in lines.items():
-        values = [fmean(quality[key][sparsity]) for sparsity in SPARSITIES[1:]]
-        axes.plot(list(map(float, SPARSITIES[1:])), values, "o-", color=color, label=label)
+        values = [fmean(quality[key][sparsity]) for sparsity in SPARSITIES]
+        axes.plot(list(map(float, SPARSITIES)), values, "o-", color=color, label=label)
     for label, (step, lam, color) in METHODS.items():
-        values = [Choice(sparsity, step, lam).mean("perplexity") for sparsity in SPARSITIES[1:]]
-        axes.plot(list(map(float, SPARSITIES[1:])), values, "o-", color=color, label=label)
+        values = [fmean(gather(read("beyond-llama"), sparsity, step, lam)) for sparsity in SPARSITIES]
+        axes.plot(list(map(float, SPARSITIES)), values, "o-", color=color, label=label)
     dense = read("beyond-llama")["dense"]
     axes.axhline(dense, color="black", linestyle=":", linewidth=1)
     axes.text(0.6, dense * 0.985, "dense", va="top")
@@ -197,7 +146,6 @@ def main(folder: str | Path = PICTURES) -> None:
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     pictures = {
         "smollm2": (plot_smollm2_bytes, plot_smollm2_speed),
-        "choices": (plot_bytes, plot_speed),
         "results": (plot_language, plot_vision),
         "speed": (plot_layer, plot_model),
     }
@@ -205,9 +153,9 @@ def main(folder: str | Path = PICTURES) -> None:
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         for plot, place in zip(panels, axes, strict=True):
             plot(place)
-        if columns := {"smollm2": 4, "choices": 3}.get(picture):
+        if picture == "smollm2":
             handles = axes[0].get_legend_handles_labels()
-            figure.legend(*handles, loc="outside lower center", ncols=columns, frameon=False)
+            figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(Path(folder) / f"{picture}.png", dpi=150, metadata={"Software": None})
 
 

@@ -37,7 +37,7 @@ SETTINGS = (
     *(f"{pattern}, {bits}" for pattern in PATTERNS for bits in BITS if pattern != "dense" or bits < 16),
     *BUDGETS,
 )
-STEPS = ("SparseGPT", "one-shot", "recovered")
+STEPS = ("SparseGPT", "one-shot", "gradual")
 LAMBDAS = (1.0, 0.9, 0.5)
 grid.BITS, grid._FRACTIONS[2] = (8, 4, 3, 2), (0.3, 36)
 
@@ -48,14 +48,16 @@ def configuration(setting: str, step: str, lam: float, seed: int) -> MoonshotCon
     pattern, _, bits = setting.partition(", ")
     if not bits:
         budget = {"allocation": "fisher", "bits_per_weight": float(pattern.split()[0])}
-        return None if step == "recovered" else MoonshotConfig(**common, **budget, **_method(step))
+        return None if step == "gradual" else MoonshotConfig(**common, **budget, **_method(step))
     common["bits"] = None if bits == "16" else int(bits)
     if pattern == "dense":
-        recovery = {"recover": "blockwise"} if step == "recovered" else {}
+        recovery = {"recover": "blockwise"} if step == "gradual" else {}
         return MoonshotConfig(**common, **_method(step), **recovery)
     if step == "SparseGPT":
         return MoonshotConfig(**common, **({"pattern": pattern} if ":" in pattern else {"sparsity": float(pattern)}))
-    return MoonshotConfig.recipe(pattern if ":" in pattern else float(pattern), step, **common)
+    if step == "gradual":
+        common["recover"] = "blockwise" if ":" in pattern else "gradual"
+    return MoonshotConfig.recipe(pattern if ":" in pattern else float(pattern), "one-shot", **common)
 
 
 def _method(step: str) -> dict:

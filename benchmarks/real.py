@@ -60,7 +60,7 @@ METHODS = {
 }
 METHODS |= {
     f"{name}, {mode}{f' {steps} steps' if steps else ''}": {**METHODS[name], "recover": mode, "recover_steps": steps}
-    for name in ("ALPS", "fast")
+    for name in ("ALPS", "one-shot")
     for mode in ("blockwise", "gradual", "distill")
     for steps in (None, 40)
 }
@@ -256,31 +256,44 @@ def tables(results: dict) -> str:
     return text_table(header, rows, 200)
 
 
-def markdown(results: dict, samples: int = 64, length: int = 256) -> str:
-    """The table of a page, by ascending KL divergence; CPU seconds are the least of all seeds."""
+def cells_of(results: dict, samples: int = 64, length: int = 256) -> dict[str, list[dict]]:
+    """Setting → its measured cells of these calibration windows."""
     by_setting: dict[str, list[dict]] = {}
     for row in results["cells"]:
         if (row["samples"], row["length"]) == (samples, length) and row["setting"] != PASS:
             by_setting.setdefault(row["setting"], []).append(row)
+    return by_setting
+
+
+def columns(cells: list[dict]) -> list[str]:
+    """Perplexity, KL divergence, agreement, MB, tokens per second and CPU seconds of a setting.
+
+    Seconds and speed are those of the fastest seed, since other work slows a run down.
+    """
 
     def mean(cells: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
         numbers = [scale * row[key] for row in cells if key in row]
         error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
         return f"{statistics.fmean(numbers):.{digits}f}{error}" if numbers else ""
 
-    def line(setting: str, cells: list[dict]) -> str:
-        least = [min(cells, key=lambda row: row["seconds"])]  # other work slows it down
-        agreement = f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%"
-        values = [mean(cells, "perplexity", 1), mean(cells, "kl", 3), agreement, mean(least, "bytes", 0, 1e-6)]
-        values += [mean(least, "tokens_per_second", 1), mean(least, "seconds", 0)]
-        label = setting.replace(", shared 0.5", ", λ = 0.5").replace(", shared", ", λ = 0.9")
-        label = re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", label)
-        return f"| {label} | {' | '.join(values)} |"
+    least = [min(cells, key=lambda row: row["seconds"])]
+    agreement = f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%"
+    values = [mean(cells, "perplexity", 1), mean(cells, "kl", 3), agreement, mean(least, "bytes", 0, 1e-6)]
+    return [*values, mean(least, "tokens_per_second", 1), mean(least, "seconds", 0)]
 
+
+def markdown(results: dict, samples: int = 64, length: int = 256) -> str:
+    """The table of a page, by ascending KL divergence."""
+
+    def label(setting: str) -> str:
+        setting = setting.replace(", shared 0.5", ", λ = 0.5").replace(", shared", ", λ = 0.9")
+        return re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", setting)
+
+    by_setting = cells_of(results, samples, length)
     shown = {name: cells for name, cells in by_setting.items() if "statistics" not in name and "alone" not in name}
     ordered = sorted(shown, key=lambda name: statistics.fmean(row["kl"] for row in shown[name]))
     head = ["| | perplexity | KL | same token | MB | tokens/s | CPU s |", "|---|---:|---:|---:|---:|---:|---:|"]
-    return "\n".join([*head, *(line(name, shown[name]) for name in ordered)])
+    return "\n".join([*head, *(f"| {label(name)} | {' | '.join(columns(shown[name]))} |" for name in ordered)])
 
 
 def phases(results: dict) -> str:

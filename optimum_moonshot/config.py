@@ -400,9 +400,9 @@ class MoonshotConfig(Options):
             budget: "fast" is the solver ALPS: at a sparsity with λ = 0.5, a Fisher term that the rows share and a
                 sparsity budget for each layer; for n:m with λ = 1. "one-shot" also learns a basis, without training:
                 much on models of a few million parameters, 2% to 5% of the perplexity of SmolLM2-135M at two to four
-                times the cost. "recovered" also tunes the surviving weights layer by layer, and takes several times as
-                long again. "paper" is the paper's own setting: SparseGPT, λ = 0.9, a Fisher term per row, and equal
-                sparsity in every layer.
+                times the cost. "recovered" is "fast" with distillation: 40 steps train all parameters towards the
+                dense model where 16 to 20 bytes per parameter fit, else block by block. "paper" is the paper's own
+                setting: SparseGPT, λ = 0.9, a Fisher term per row, and equal sparsity in every layer.
             changes: fields with other values.
 
         Raises:

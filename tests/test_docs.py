@@ -188,14 +188,17 @@ def test_the_site_has_every_page():
 def test_the_choices_of_the_guide_are_the_measured_ones():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import choices
+    import real
 
     table = choices.table()
-    assert table in read("docs/choosing.md") and len(table.splitlines()) <= 8  # six choices are read in a minute
-    settings = {"MoonshotConfig": optimum_moonshot.MoonshotConfig, "recipe": optimum_moonshot.MoonshotConfig.recipe}
-    for setting, choice, _ in choices.TABLE.values():
-        config = eval(setting, settings)
-        pattern = config.pattern if ":" in config.pattern else str(config.sparsity or "dense")
-        assert choice.setting == pattern + ("" if config.bits is None else f", {config.bits}")
+    assert table in read("docs/choosing.md") and len(table.splitlines()) <= 9  # six choices are read in a minute
+    names = {"MoonshotConfig": optimum_moonshot.MoonshotConfig, "recipe": optimum_moonshot.MoonshotConfig.recipe}
+    for code, setting, _ in choices.TABLE.values():
+        fields = real.SETTINGS[setting]
+        if code.startswith("pruner.shrink"):
+            assert code == f"pruner.shrink(parameters={fields['parameters']})"
+        else:
+            assert eval(code, names) == real.configuration(fields, {})
 
 
 def test_the_coverage_of_architectures_is_the_measured_one():

@@ -1,5 +1,7 @@
 """Recipes: named settings that the measurements recommend."""
 
+import dataclasses
+
 import pytest
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
@@ -23,8 +25,9 @@ def test_settings_of_each_recipe():
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
     config = MoonshotConfig.recipe("2:4", "one-shot")
     assert (config.pattern, config.rotation, config.allocation, config.recover) == ("2:4", "learned", "uniform", None)
-    assert MoonshotConfig.recipe(0.8, "recovered").recover == "gradual"
-    assert MoonshotConfig.recipe("2:4", "recovered").recover == "blockwise"
+    for pattern in (0.8, "2:4"):
+        config, trained = MoonshotConfig.recipe(pattern, "fast"), MoonshotConfig.recipe(pattern, "recovered")
+        assert trained == dataclasses.replace(config, recover="distill", recover_steps=40)
 
 
 @pytest.mark.parametrize("budget", RECIPES)

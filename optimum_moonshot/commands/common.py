@@ -286,7 +286,7 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
                 choices=tuple(RECIPES),
                 help="recommended settings for a --sparsity or an n:m --pattern: paper, the paper's own; fast, a "
                 "better solver and a sparsity budget for each layer; one-shot, also a learned basis; "
-                "recovered, also tuned weights. Other options override them",
+                "recovered, fast with distillation. Other options override them",
             )
         for name in (field.name for field in fields):
             if name in CONFIG_OPTIONS and name not in without:
