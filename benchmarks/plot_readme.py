@@ -34,6 +34,7 @@ SMOLLM2 = {
     ),
     "sparse": ({"0.3, SparseGPT": "0.3", "0.5, fast": "0.5", "0.6, SparseGPT, shared 0.5": "0.6"}, RED, -1),
     "n:m": ({"6:8, SparseGPT": "6:8", "8:16, ALPS": "8:16", "2:4, ALPS": "2:4"}, BLUE, 1),
+    "distilled": ({"0.5, recovered": "0.5", "2:4, recovered": "2:4"}, VIOLET, 1),
     "smaller and dense": ({"shrink 0.9": "90%", "shrink 0.75": "75%"}, GREEN, 1),
 }  # fmt: skip
 
@@ -155,7 +156,7 @@ def main(folder: str | Path = PICTURES) -> None:
             plot(place)
         if picture == "smollm2":
             handles = axes[0].get_legend_handles_labels()
-            figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
+            figure.legend(*handles, loc="outside lower center", ncols=5, frameon=False)
         figure.savefig(Path(folder) / f"{picture}.png", dpi=150, metadata={"Software": None})
 
 
