@@ -30,7 +30,7 @@ METHODS = {  # label → step and λ in beyond-llama.json, color
 # Of real.py: label → settings with their names in the plot, color, and the side of the names: -1 left, 1 right.
 SMOLLM2 = {
     "quantized, no weight removed": (
-        {"8 bits, magnitude": "8 bits", "4 bits, SparseGPT": "4 bits", "3 bits, SparseGPT": "3 bits"}, GRAY, 1,
+        {"8 bits, magnitude": "8 bits", "4 bits, ALPS": "4 bits", "3 bits, ALPS": "3 bits"}, GRAY, 1,
     ),
     "sparse": ({"0.3, SparseGPT": "0.3", "0.5, fast": "0.5", "0.6, SparseGPT, shared 0.5": "0.6"}, RED, -1),
     "n:m": ({"6:8, SparseGPT": "6:8", "8:16, ALPS": "8:16", "2:4, ALPS": "2:4"}, BLUE, 1),
