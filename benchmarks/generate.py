@@ -17,7 +17,6 @@ alternatives of torch and torchao convert the dense checkpoint after loading; th
 import argparse
 import ctypes
 import gc
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -31,7 +30,7 @@ import matplotlib.pyplot as plt
 import torch
 from alternatives import ALTERNATIVES, available, convert_layers, tensor_bytes
 from checkpoint import memory
-from common import RESULTS, parser, versions, write
+from common import RESULTS, parser, read, versions, write
 from random_weights import Setting, imitate_pruning, save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -244,7 +243,7 @@ def parse() -> argparse.Namespace:
 
 
 def show(name: str) -> None:
-    results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+    results = read(name)
     print(table(results))
     picture(results, RESULTS / f"{name}.png")
 

@@ -23,6 +23,6 @@ def same_text(text: str | None, other: str | None) -> bool:
     other_head, _, other_numbers = other.partition(": ")
     if head != other_head or not head.startswith(_PREFIX):
         return False
-    ours, theirs = ([float(number) for number in text.split()] for text in (numbers, other_numbers))
+    ours, theirs = ([float(number) for number in line.split()] for line in (numbers, other_numbers))
     tolerance = float(head.removeprefix(_PREFIX))
     return len(ours) == len(theirs) and math.dist(ours, theirs) <= tolerance * math.hypot(*theirs)

@@ -42,7 +42,7 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.P
 
 
 class SpillFile:
-    """Tensors stored one after another in a temporary file in a folder, or in the system's."""
+    """Tensors stored one after another in a temporary file in `folder`; None: the system's folder for such files."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None):
         self.folder = folder

@@ -215,9 +215,10 @@ class MoonshotPruner:
             MoonshotError: any error that `prune` raises before its first layer, or a model without known inputs.
         """
         data = self.config.calibration if calibration is None else calibration
-        memory, resumes = {"device_memory": device_memory, "host_memory": host_memory}, resume_dir is not None
+        resumes = resume_dir is not None
         with self._run(None, loss, None, False, resume_dir=resume_dir) as subject:
-            return make_plan(subject, self._config, data, forward, resumes, **memory)
+            limits = device_memory, host_memory
+            return make_plan(subject, self._config, data, forward, resumes, *limits)
 
     @classmethod
     def plan_for(
@@ -247,9 +248,10 @@ class MoonshotPruner:
             OSError: there is no such model.
         """
         pruner = cls(load_meta(name_or_config, offload, **options), config)
-        memory = {"device_memory": device_memory, "host_memory": host_memory, "offload": offload}
+        resumes = resume_dir is not None
         with pruner._run(None, None, None, False, resume_dir=resume_dir) as subject:
-            return make_plan(subject, config, config.calibration, None, resume_dir is not None, **memory)
+            limits = device_memory, host_memory, offload
+            return make_plan(subject, config, config.calibration, None, resumes, *limits)
 
     def rotate(
         self,

@@ -124,7 +124,7 @@ class Library:
         self, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, bias: Tensor | None
     ) -> "DirectProduct":
         """The function x → `product`, with precomputed arguments; it returns None for more than `most_rows` rows."""
-        referenced = values, meta, offsets, bias  # referenced, since their addresses are used
+        referenced = values, meta, offsets, bias  # their addresses are used
         matrix, shape = _matrix(values, meta, offsets, d_in), (len(meta), d_in)
         return DirectProduct(self.functions["product"], matrix, shape, referenced, (), self.most_rows)
 

@@ -190,9 +190,9 @@ def check_packed(
         ("scale", scale, {(d_out, grid.groups(d_in))}),
         ("meta", meta, {(d_out, 0), (d_out, -(-d_in // 8))}),
     ):
-        sizes_text = " or ".join(str(list(size)) for size in sorted(sizes))
+        allowed = " or ".join(str(list(size)) for size in sorted(sizes))
         fits = tuple(tensor.shape) in sizes
-        require(fits, f"weight_{name} is {list(tensor.shape)} where a weight of {d_out}×{d_in} needs {sizes_text}")
+        require(fits, f"weight_{name} is {list(tensor.shape)} where a weight of {d_out}×{d_in} needs {allowed}")
     wide = scale.is_floating_point() and scale.dtype.itemsize > 1
     require(wide, f"weight_scale has dtype {scale.dtype}; floating point of at least 16 bits is required")
     integers = codes.dtype == meta.dtype == torch.uint8

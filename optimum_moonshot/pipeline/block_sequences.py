@@ -116,7 +116,7 @@ def find_sequence(
 
     Each block must be called once, read the output of the one before, and return the same output and the same input
     gradient when run again alone on its cached arguments. The model is in evaluation mode and onloaded, `batch` a small
-    sample on its device; input gradients must agree with `gradients` only.
+    sample on its device. With `gradients`, input gradients must agree too.
     """
     calls, outputs, order = list[BlockCall](), list[Tensor](), list[int]()
     extras: Extras = []

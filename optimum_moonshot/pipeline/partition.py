@@ -29,7 +29,7 @@ class Slicing(NamedTuple):
 
     pieces: int  # rows or experts; 1 where the layer cannot be sliced
     fixed: int  # bytes that every slice needs
-    piece: int  # bytes of a row or an expert
+    piece_bytes: int  # bytes of a row or an expert
 
 
 @dataclass(eq=False)
@@ -228,7 +228,7 @@ def halved(part: Part, spec: StatisticsSpec) -> tuple[int, int] | None:
     width = max((rows.stop - rows.start for rows in part.slices), default=slicing.pieces)
     if width == 1:
         return None
-    return slicing.fixed + width * slicing.piece, slicing.fixed + -(-width // 2) * slicing.piece
+    return slicing.fixed + width * slicing.piece_bytes, slicing.fixed + -(-width // 2) * slicing.piece_bytes
 
 
 def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, budget: int, processes: int, most: int) -> int:

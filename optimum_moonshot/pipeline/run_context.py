@@ -73,9 +73,9 @@ def run_context(subject: Subject, forward: Forward | None = None, call: str | No
 
 def _call(module: nn.Module, thread: int, *args: Any, **kwargs: Any) -> Any:
     """Call a module in the thread of its run, or in one of autograd's, which compute activations again."""
-    is_own_thread = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+    in_this_run = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
     message = f"another thread called {type(module).__name__} during a run, which changes it and observes its calls"
-    require(is_own_thread, message, hint="wait for the end of the run, or call a copy made before it")
+    require(in_this_run, message, hint="wait for the end of the run, or call a copy made before it")
     return module._call_impl(*args, **kwargs)
 
 

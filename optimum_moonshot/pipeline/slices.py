@@ -257,7 +257,7 @@ class ShardedRows(SlicedRows):
         return value
 
     def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
-        of_slices = [pair for shard in self.ranks.all_gather_object(losses) for pair in shard]
+        of_slices = [of_slice for shard in self.ranks.all_gather_object(losses) for of_slice in shard]
         return self._gather(weight.to(self.layer.parameter.dtype)), of_slices
 
     def _piece(self, work: Callable[[], Value]) -> Value:

@@ -79,11 +79,11 @@ class ResultStore:
             damaged += values is None
             if values is not None:
                 sparsities, losses = (tuple(tensors[field].tolist()) for field in _POINTS)
-                curves = tensors[_EXPERTS].tolist() if _EXPERTS in tensors else []
+                losses_by_expert = tensors[_EXPERTS].tolist() if _EXPERTS in tensors else []
                 size, (dead, *of_experts) = values["size"], values["dead"]
                 experts = (
-                    LossCurve(size // len(curves), sparsities, tuple(losses_of), dead=dead_of)
-                    for losses_of, dead_of in zip(curves, of_experts, strict=True)
+                    LossCurve(size // len(losses_by_expert), sparsities, tuple(losses_of), dead=dead_of)
+                    for losses_of, dead_of in zip(losses_by_expert, of_experts, strict=True)
                 )
                 rounded = zip(values["bits"], tensors[_QUANTIZED].tolist(), strict=True) if values["bits"] else ()
                 quantized = {bits: tuple(losses_of) for bits, losses_of in rounded}
@@ -164,7 +164,7 @@ class ResultStore:
                 points[_EXPERTS] = torch.tensor([expert.losses for expert in curve.experts], dtype=torch.float64)
             if curve.quantized:
                 points[_QUANTIZED] = torch.tensor(list(curve.quantized.values()), dtype=torch.float64)
-            dead = [part.dead for part in (curve, *curve.experts)]
+            dead = [member.dead for member in (curve, *curve.experts)]
             values = {"name": name, "size": curve.size, "bits": list(curve.quantized), "dead": dead}
             self.folder.save(CURVES, name, points, values)
         self.curves[name] = curve

@@ -111,11 +111,6 @@ class RunSpec(Prepared):
         return module_bytes(self.model) - self.offloaded.total
 
     @property
-    def onloaded_bytes(self) -> int:
-        """Bytes of the blocks that are onloaded one after the other whenever the run visits them."""
-        return self.offloaded.total
-
-    @property
     def count(self) -> int:
         """N, the samples in all batches."""
         return self.calibration.num_samples
@@ -371,7 +366,7 @@ def _part_bytes(spec: StatisticsSpec, part: Part) -> int:
     if not part.slices:
         return sum(part.sizes)
     slicing = spec.slicing(part.layers[0], part.sizes[0])
-    return slicing.fixed + slicing.piece * (part.slices[0].stop - part.slices[0].start)
+    return slicing.fixed + slicing.piece_bytes * (part.slices[0].stop - part.slices[0].start)
 
 
 def _passes_of(run: RunSpec, part: Part) -> int:

@@ -40,18 +40,20 @@ def make_plan(
     calibration: Any,
     forward: Forward | None = None,
     resumes: bool = False,
-    **memory: Any,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    offload: str | None = None,
 ) -> Plan:
     """Plan a run, as `MoonshotPruner.plan`.
 
-    `resumes` says whether results are written to a folder; `memory` are the arguments of `MachineMemory.of`.
+    `resumes` says whether results are written to a folder; the others are the arguments of `MachineMemory.of`.
 
     Raises:
         MoonshotError: the run is not possible with the model or the data, or cannot be planned.
     """
     message = "it has no plan; its statistics are a few numbers"
     require(config.pattern != Experts.kind, message, field="pattern", value=Experts.kind)
-    machine = MachineMemory.of(**memory)
+    machine = MachineMemory.of(device_memory, host_memory, offload)
     model, device, limits = subject.model, model_device(subject.model), machine or MachineMemory()
     weights, started, selection = device.type != "meta", clock(device), select(subject.model, config)
     batches = example_batches(subject, selection, calibration)
@@ -103,10 +105,10 @@ def seconds_of(trace: Trace, ready: float) -> dict[str, float]:
         passes = 0.75 * config.recovery_steps * STEP_SAMPLES / run.count + 1
         seconds["recovery"] = passes * (seconds["recovery"] - phases["recovery"].around)
         seconds["recovery"] += 6 * seconds["solver"] if config.recover == "gradual" else 0
-    if run.onloaded_bytes:
+    if run.offloaded.total:
         steps, _ = learning_size(config, run.selection.layers)
         reads = READS if config.rotation is None else READS + ROTATION_READS + steps
-        seconds["reading"] = reads * run.onloaded_bytes / DISK_RATE
+        seconds["reading"] = reads * run.offloaded.total / DISK_RATE
     seconds["saving"] = sum(module_bytes(block.module) for block in run.selection.structure.blocks) / DISK_RATE
     return {**seconds, "total": sum(seconds.values())}
 
@@ -138,5 +140,5 @@ def notes_of(run: RunSpec, timed: bool) -> Iterator[str]:
         yield "without the seconds of permuting channels for n:m patterns"
     if timed and config.recover is not None:
         yield "seconds of all steps of the recovery, which ends earlier where the held-out loss does not improve"
-    if timed and run.onloaded_bytes:
+    if timed and run.offloaded.total:
         yield f"seconds of reading and saving at {DISK_RATE / 1e6:.0f} MB/s"

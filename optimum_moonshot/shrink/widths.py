@@ -109,7 +109,7 @@ def _step(family: Family, group: int) -> int:
 def _levels(search: GroupSearch, family: Family, group: int) -> tuple[dict[int, PreTrainedConfig], tuple[Family, ...]]:
     """Removable numbers of groups with their configurations, and the families that they are removed from together.
 
-    Every number of heads is candidates; for neurons a few numbers, which stand for all numbers between.
+    Every number of heads is a candidate; for neurons a few numbers, which stand for all numbers between.
     """
     levels, shared = dict[int, PreTrainedConfig](), tuple[Family, ...]()
     step = _step(family, group)
