@@ -185,7 +185,7 @@ class TokenCounts(_Total):
 
 
 class TokenWeights(GradientStatistic):
-    """√s_t, ``s_t = mean_k δ_tk²``, of all tokens of the samples here, and Σ_t δ_tk² of the rows of all samples.
+    """√s_t, ``s_t = mean_k δ_tk²``, of all tokens of some samples, and Σ_t δ_tk² of the rows over them.
 
     They are the weights of the tokens in the Fisher term Σ_t s_t x_t x_tᵀ that rows share (GuidedQuant, arXiv
     2505.07004). One backward pass of the dense model collects them, in 4 bytes a token and layer; they multiply the
@@ -194,20 +194,30 @@ class TokenWeights(GradientStatistic):
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
         super().__init__(layer, samples, storage)
-        self.roots: list[Tensor] = []  # [T], in the order of the calls: by sample if the layer is called once for each
+        self.roots: dict[int, Tensor] = {}  # [T], by call: by sample if the layer is called once for each
         self.row_squares = torch.zeros(layer.shape[0], device=layer.parameter.device)  # [d_out]
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         squares = delta[:, 0].square()
-        self.roots += squares.mean(-1).sqrt_()
+        self.roots |= enumerate(squares.mean(-1).sqrt_(), len(self.roots))
         self.row_squares += squares.sum((0, 1))
 
     def merge(self, merger: Merger) -> None:
-        """The roots stay with the process that reads the samples; it reads them in the pruned model too."""
+        """Every process gets the roots of all samples: it may have others of them in the pruned model."""
+        of_processes = merger.values([root.cpu() for root in self.roots.values()])
+        self.roots = dict(enumerate(root.to(self.row_squares.device) for roots in of_processes for root in roots))
         self.row_squares = merger.summed(self.row_squares)
 
     def result(self) -> "TokenWeights":
         return self
+
+    def of_batch(self, first: int, count: int) -> Tensor | None:
+        """√s_t of `count` samples from index `first` on, [count, T], 0 for a sample without; None where no one has."""
+        roots = [self.roots.get(number) for number in range(first, first + count)]
+        present = next((root for root in roots if root is not None), None)
+        if present is None:
+            return None
+        return torch.stack([torch.zeros_like(present) if root is None else root for root in roots])
 
     @property
     def row_shares(self) -> Tensor:
@@ -376,14 +386,23 @@ class WeightedGram(GradientStatistic):
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan):
-        self.layer, self.samples = layer, samples
+        self.layer, self.weights = layer, plan.weights
+        self.samples = samples if plan.weights is None else plan.weights.samples
+        self.weighted: list[int] | None = None  # samples of the batch, where others have no token weights
         self.rows, d_in = layer.shape  # that this process solves
         self.value = storage.zeros((layer.groups, d_in, d_in), torch.float32, f"{layer.name}: Fisher matrix")
         self.shares = plan.weights.row_shares if plan.squares and plan.weights is not None else None
         name, separate = f"{layer.name}: Fisher diagonals", plan.squares and plan.weights is None
         self.squares = storage.zeros((self.rows, d_in), torch.float32, name) if separate else None
 
+    def begin(self, first: int, count: int) -> None:
+        if self.weights is not None:
+            weighted = [n for n in range(count) if first + n in self.weights.roots]
+            self.weighted = weighted if len(weighted) < count else None
+
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        if self.weighted is not None:
+            inputs, delta = inputs[self.weighted], delta[self.weighted]
         # The root of s_t multiplies x on both sides of a product, which is therefore symmetric.
         roots = torch.linalg.vector_norm(delta, dim=-1, keepdim=True).mul_(delta.shape[-1] ** -0.5)
         weighted = (inputs * roots).transpose(0, 1).flatten(1, 2)  # [groups, tokens, in]

@@ -334,11 +334,13 @@ class Observer(AbstractContextManager["Observer"]):
         sums = self.gradients.get(layer.name)
         if sums is None or (sums.weights is None and not torch.is_grad_enabled()):
             return None
-        sums.pending += 1
         if sums.weights is not None:
-            roots = sums.weights.roots[self.first : self.first + self.count]
-            sums.add(call, torch.stack(roots)[..., None])
+            roots = sums.weights.of_batch(self.first, self.count)
+            if roots is not None:
+                sums.pending += 1
+                sums.add(call, roots[..., None])
             return None
+        sums.pending += 1
         return hook_gradient(output, lambda delta: sums.add(call, delta))
 
     def reached(self, layer: PrunableLayer) -> bool:

@@ -91,6 +91,12 @@ class Prepared:
         return sample_count(self._shard)
 
     @property
+    def first_sample(self) -> int:
+        """The index of the first sample that this process observes, among all."""
+        batches = self.calibration.batches
+        return sample_count(batches[: self.backoff.ranks.shard(len(batches)).start])
+
+    @property
     def probe(self) -> Batch:
         """The first samples of the data, short, on the model's device: for passes that probe its structure."""
         return to_device(shorten(self.calibration.batches[0]), model_device(self.model))

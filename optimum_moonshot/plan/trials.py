@@ -25,7 +25,7 @@ from ..objective.fisher import SampleGradients
 from ..objective.grid import Grid
 from ..pipeline.loop import Task
 from ..pipeline.solve import RowStatistics, weight_losses
-from ..prune.layers import find_source
+from ..prune.layers import find_source, weighted_samples
 from ..solvers.quantization import on_grid
 from .memory import Point, RunSpec, Trial, extrapolated
 
@@ -155,7 +155,8 @@ class TrialTask(Task):
 
     def __init__(self, run: RunSpec, cut: RunSpec, samples: list[Batch] | None, solve: Solve | None):
         self.run, self.trial, self.done, self.trials = run, solve, set[str](), dict[Any, Trial]()
-        source = find_source(cut, self, lambda layer: layer.matrix)
+        weighted = max(1, round(cut.count * weighted_samples(run.count) / run.count))
+        source = find_source(cut, self, lambda layer: layer.matrix, weighted=weighted)
         spec = dataclasses.replace(run.statistics, token_weights=source.weights)
         if not (spec.keeps_routing or any(map(run.reads_all_tokens, run.selection.layers))):
             spec.under_calibrated_experts = "magnitude"  # a few samples reach few experts

@@ -83,14 +83,22 @@ def inputs_of(model, layers, batches):
     return rows
 
 
+@pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("pattern", ["2:4", "unstructured"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_statistics_are_dense_token_weights_times_inputs_of_the_pruned_prefix(name, pattern, monkeypatch):
+def test_statistics_are_dense_token_weights_times_inputs_of_the_pruned_prefix(name, pattern, some, monkeypatch):
+    """The token weights are those of all of a few samples, or of some of more."""
     model, batches = make(name), batches_for(name, padded=True)
+    samples = sum(len(batch["input_ids"]) for batch in batches)
+    weighted = set(range(samples))
+    if some:
+        monkeypatch.setattr(prune_layers, "LEAST", samples // 2)
+        weighted = {index * samples // (samples // 2) for index in range(samples // 2)}
+        assert 0 < len(weighted) < samples
     dense, reference = copy.deepcopy(model), copy.deepcopy(model)
     sparsity = {"sparsity": 0.5} if pattern == "unstructured" else {}
     seen, pruner = statistics_of_a_run(model, batches, monkeypatch, pattern=pattern, **sparsity)
-    assert NOTE in pruner.report.notes
+    assert (f"{NOTE}, on {len(weighted)} of {samples} samples" if some else NOTE) in pruner.report.notes
     structure, pruned = find_structure(reference), {layer.name: layer for layer in find_structure(model).layers()}
     deltas = output_gradients(dense, list(find_structure(dense).layers()), batches)
     for block in structure.blocks:
@@ -98,6 +106,7 @@ def test_statistics_are_dense_token_weights_times_inputs_of_the_pruned_prefix(na
         for layer in block.layers:
             pairs = list(zip(inputs[layer.name], deltas[layer.name], strict=True))
             gram = sum(x.mT @ x for x, _ in pairs)
+            pairs = [pair for index, pair in enumerate(pairs) if index in weighted]
             fisher = sum((x * delta.square().mean(1, keepdim=True)).mT @ x for x, delta in pairs)
             statistics = seen[layer.name]
             assert close(statistics.gram, gram) and close(statistics.fisher, fisher), layer.name
@@ -180,8 +189,10 @@ def test_smaller_batches_in_the_second_walk_have_the_same_weights(monkeypatch):
         weights_of.add(torch.zeros(count, 1, 5, 1), delta[first : first + count], True, slice(None))
     expected = delta[:, 0].square().mean(-1).sqrt()
     for first, count in ((0, 4), (1, 2), (3, 1)):
-        samples = slice(first, first + count)
-        torch.testing.assert_close(torch.stack(weights_of.roots[samples]), expected[samples])
+        torch.testing.assert_close(weights_of.of_batch(first, count), expected[first : first + count])
+    del weights_of.roots[1]
+    torch.testing.assert_close(weights_of.of_batch(0, 3), expected[:3] * torch.tensor([[1.0], [0], [1]]))
+    assert weights_of.of_batch(1, 1) is None
     assert weights_of.row_shares.mean().item() == pytest.approx(1)
 
 
