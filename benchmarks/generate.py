@@ -5,6 +5,7 @@
     python benchmarks/generate.py --quantized        # survivors in 8, 4 and 3 bits, and the layers of torch and torchao
     python benchmarks/generate.py --quantized --only dense "2:4 int4" "torchao int4" --threads 1
     python benchmarks/generate.py --model .venv/real/SmolLM2-135M-Instruct --only dense "int4 e16" "int4 e8" "int4 e4"
+    python benchmarks/generate.py --model … --only dense int4 model.gguf    # a file in llama.cpp, by xllamacpp
     python benchmarks/generate.py --plot quantized_generate
 
 "e16" is a packed model whose word embeddings and head stay in 16 bits; without it they have 8. Speed and memory do not
@@ -45,7 +46,32 @@ SIZES = dict(hidden_size=2048, intermediate_size=8192, vocab_size=32_000, num_at
 CONTEXT = multiprocessing.get_context("spawn")
 
 
+class LlamaCpp:
+    """A GGUF file in llama.cpp, with the calls of a model that this benchmark needs."""
+
+    device, state_dict = torch.device("cpu"), dict
+
+    def __init__(self, path: str):
+        self.path, self.threads, self.server = path, 0, None
+        self.config = argparse.Namespace(vocab_size=1000)  # of the tokens in a prompt
+
+    def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: object) -> None:
+        if self.threads != torch.get_num_threads():
+            import xllamacpp  # not in the development environment
+
+            settings, self.threads = xllamacpp.CommonParams(), torch.get_num_threads()
+            settings.model.path, settings.n_ctx, settings.n_parallel = self.path, 1024, 1
+            settings.warmup = settings.fit_params = False
+            settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = self.threads
+            self.server = xllamacpp.Server(settings)
+            self.generate(ids[:, :1], 1)
+        request = dict(prompt=ids[0].tolist(), n_predict=max_new_tokens, temperature=0, samplers=["temperature"])
+        self.server.handle_completions({**request, "ignore_eos": True, "cache_prompt": False})
+
+
 def runtime_of(setting: str) -> str:
+    if setting.endswith(".gguf"):
+        return "llama.cpp"
     return setting if setting in (DENSE, *ALTERNATIVES) else "packed"
 
 
@@ -78,9 +104,11 @@ def make(
             save(model, root / str(place))
 
 
-def load(setting: str, root: Path, place: int) -> torch.nn.Module:
+def load(setting: str, root: Path, place: int) -> torch.nn.Module | LlamaCpp:
     if runtime_of(setting) == "packed":
         return load_pruned(root / str(place), runtime="packed")
+    if runtime_of(setting) == "llama.cpp":
+        return LlamaCpp(setting)
     model = AutoModelForCausalLM.from_pretrained(root / DENSE, dtype="auto")
     if setting in ALTERNATIVES:
         convert_layers(setting, model)
@@ -91,6 +119,8 @@ def load(setting: str, root: Path, place: int) -> torch.nn.Module:
 
 
 def file_bytes(setting: str, root: Path, place: int, model: torch.nn.Module) -> int:
+    if runtime_of(setting) == "llama.cpp":
+        return Path(setting).stat().st_size
     folder = root / (DENSE if setting == DENSE else str(place))
     if setting not in ALTERNATIVES:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -121,7 +151,7 @@ def serve(connection, setting: str, root: Path, place: int) -> None:
 
 
 @torch.inference_mode()
-def generate(model: torch.nn.Module, prompt: int, new: int) -> float:
+def generate(model: torch.nn.Module | LlamaCpp, prompt: int, new: int) -> float:
     """Seconds of greedy decoding."""
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(model.device)

@@ -170,8 +170,9 @@ class Options:
         'the paper\'s "++": the statistics of each block on the pruned blocks before it. Default: where that takes one '
         "more forward pass: language models at --lam 1, or with a shared Fisher term",
         more='At λ = 1 every block runs once more; so it does with fisher="shared", whose token weights s_t come from '
-        "the dense model, on half of the samples where there are 32 or more. With a Fisher term per row the gradients are recomputed too, and the passes grow with the "
-        "square of the number of blocks. Several variants share the statistics of the dense model.",
+        "the dense model, on half of the samples where there are 32 or more. With a Fisher term per row the gradients "
+        "are recomputed too, and the passes grow with the square of the number of blocks. Several variants share the "
+        "statistics of the dense model.",
         experts="computes all statistics on the dense model",
     )
     fisher: str | None = option(

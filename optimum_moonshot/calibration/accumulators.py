@@ -386,26 +386,18 @@ class WeightedGram(GradientStatistic):
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan):
-        self.layer, self.weights = layer, plan.weights
-        self.samples = samples if plan.weights is None else plan.weights.samples
-        self.weighted: list[int] | None = None  # samples of the batch, where others have no token weights
+        self.layer, self.samples = layer, samples if plan.weights is None else plan.weights.samples
         self.rows, d_in = layer.shape  # that this process solves
         self.value = storage.zeros((layer.groups, d_in, d_in), torch.float32, f"{layer.name}: Fisher matrix")
         self.shares = plan.weights.row_shares if plan.squares and plan.weights is not None else None
         name, separate = f"{layer.name}: Fisher diagonals", plan.squares and plan.weights is None
         self.squares = storage.zeros((self.rows, d_in), torch.float32, name) if separate else None
 
-    def begin(self, first: int, count: int) -> None:
-        if self.weights is not None:
-            weighted = [n for n in range(count) if first + n in self.weights.roots]
-            self.weighted = weighted if len(weighted) < count else None
-
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
-        if self.weighted is not None:
-            inputs, delta = inputs[self.weighted], delta[self.weighted]
         # The root of s_t multiplies x on both sides of a product, which is therefore symmetric.
         roots = torch.linalg.vector_norm(delta, dim=-1, keepdim=True).mul_(delta.shape[-1] ** -0.5)
-        weighted = (inputs * roots).transpose(0, 1).flatten(1, 2)  # [groups, tokens, in]
+        present = roots.flatten(1).any(1)  # for each sample: only some have token weights
+        weighted = (inputs[present] * roots[present]).transpose(0, 1).flatten(1, 2)  # [groups, tokens, in]
         if len(self.value) == 1 and self.value.device == weighted.device:
             _add_gram(self.value[0], weighted[0])
         else:

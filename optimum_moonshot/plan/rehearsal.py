@@ -76,7 +76,7 @@ class Rehearsal:
         """Rehearse a phase of a run, which extends "calibration"."""
         batch, one, two = run.calibration.batches[0], len(self.first(1)), len(self.first(2))
         length = batch["input_ids"].shape[1] if "input_ids" in batch else IMAGE_TOKENS
-        samples = min(run.count, max(1, TOKENS // length))
+        samples = min(run.count, max(2, TOKENS // length))  # of two, one has token weights (prune/layers.py)
         trials = self._passed(run, 1, min(run.count, 2 * samples), SOLVERS.get(phase)).trials
         heads, visits = list[Point](), list[Point]()
         for probed in sorted({min(size, run.batch) for size in PROBED}):

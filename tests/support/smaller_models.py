@@ -83,7 +83,7 @@ SMALLER = {
     "qwen3-shrunk": (
         lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**GROUPED, head_dim=64, tie_word_embeddings=True)),
         SHRINK,
-        {"hidden_size": 96, "intermediate_size": 89, "num_attention_heads": 6},
+        {"head_dim": 64},  # the widths are the choice of `shrink`
     ),
 }  # fmt: skip
 
