@@ -135,6 +135,7 @@ CASES = {
     "magnitude, without data": lambda: prune(solver="magnitude", data=[], lam=None),
     "convolutions": lambda: prune("convnet", image_batches(7), solver="cap"),
     "a Fisher matrix for all rows": lambda: prune(fisher="shared"),
+    "token weights of half of the samples": lambda: prune(fisher="shared", num_samples=35, batch_size=4),
     "a Fisher diagonal for all rows": lambda: prune(fisher="shared", solver="wanda"),
     "a Fisher matrix for each expert": lambda: prune("two experts", token_batches(7, size=1), fisher="shared"),
     "one layer": lambda: prune(targets=["layers.1.mlp.up_proj"], solver="cap"),
