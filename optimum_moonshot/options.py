@@ -212,7 +212,7 @@ class Options:
     )
     num_samples: int = option(128, "calibration samples", more="Fewer in the data are an error.", least=1)
     sequence_length: int | None = option(
-        None, "tokens per sample, also for --eval; default: the model's longest, at most 512 (--eval: 2048)", least=2
+        None, "tokens per sample, also for --eval; default: the model's longest, at most 256 (--eval: 2048)", least=2
     )
     seed: int = option(
         0, "seed of the sampling of calibration data", more="Equal seeds give bit-identical models.", least=0

@@ -51,9 +51,10 @@ Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Prompt = str | Sequence[Mapping[str, Any]]
 Usable = Callable[[Batch], Tensor]  # bool [B], True for the samples of a batch that a run can use
 
-# Tokens of an evaluated window, and of a calibration sample, if neither the user nor the model limits the length. Many
-# short samples are better than few long ones: SmolLM2-135M at 2:4 has 48.1 by 128 × 256 tokens, and 50.0 by 32 × 1,024.
-LONGEST, LONGEST_SAMPLE = 2048, 512
+# Tokens of an evaluated window, and of a calibration sample, if neither the user nor the model limits the length. More
+# samples are better than longer ones: SmolLM2-135M at 2:4 has a KL divergence of 0.805 from the dense model by 128 × 256
+# tokens, 0.822 by 128 × 512, and 0.847 by 64 × 512 (benchmarks/windows.py).
+LONGEST, LONGEST_SAMPLE = 2048, 256
 NO_TOKENIZER = "give the model's tokenizer, or save it in the model's folder"
 SELF = "self"  # the `calibration` that stands for `SelfCalibration()`
 # Columns of prompts, in order of preference.
@@ -104,7 +105,7 @@ def load_calibration(
 ) -> CalibrationData:
     """Exactly `num_samples` samples of `source` (see `MoonshotPruner.prune`), in batches of at most `batch_size`.
 
-    A window has `sequence_length` tokens; None is the model's maximum, `max_positions`, but at most 512. Model inputs
+    A window has `sequence_length` tokens; None is the model's maximum, `max_positions`, but at most 256. Model inputs
     need no tokenizer and keep their length; their batches are split but never joined, and samples that are not `usable`
     are skipped.
 

@@ -412,7 +412,7 @@ def test_result_is_plain_data():
 def test_the_default_window_length():
     pairs = ((None, None), (None, 512), (None, 131072), (4096, 131072), (4096, None))
     assert [data.window_length(*pair) for pair in pairs] == [2048, 512, 2048, 4096, 4096]
-    assert [data.window_length(*pair, data.LONGEST_SAMPLE) for pair in pairs] == [512, 512, 512, 4096, 4096]
+    assert [data.window_length(*pair, data.LONGEST_SAMPLE) for pair in pairs] == [256, 256, 256, 4096, 4096]
     for pair, message in (((513, 512), "513: give at most the 512 positions"), ((1, None), "1: give a whole number")):
         with pytest.raises(MoonshotError, match=f"sequence_length={message}"):
             data.window_length(*pair)
