@@ -71,11 +71,12 @@ def gather(results: dict, setting: str, step: str, lam: float, key: str = "perpl
     return [row[key] for row in cells if key in row]
 
 
-def mean_error(values: list[float]) -> str:
+def mean_error(values: list[float], digits: int = 1) -> str:
     """Mean ± standard error; the plain value for one seed, empty for none."""
     if len(values) < 2:
-        return f"{values[0]:.1f}" if values else ""
-    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+        return f"{values[0]:.{digits}f}" if values else ""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
 
 
 def least(results: dict, setting: str, step: str, lambdas: Iterable[float]) -> float | None:

@@ -30,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cells import mean_error
 from common import RESULTS, decoding_rate, machine, peak_above, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -242,9 +243,7 @@ def tables(results: dict) -> str:
             continue
         values = [f"{samples} × {length}"]
         for key, digits in (("perplexity", 2), ("kl", 4), ("agreement", 4)):
-            numbers = [row[key] for row in cells]
-            error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
-            values.append(f"{statistics.fmean(numbers):.{digits}f}{error}")
+            values.append(mean_error([row[key] for row in cells], digits))
         seconds = statistics.fmean(row["seconds"] for row in cells)
         values += [f"{seconds:.0f}", f"{seconds / passes[samples, length]:.1f}"]
         values.append(f"{max(row['peak_above_loaded'] for row in cells) / 1e6:.0f}")
@@ -272,9 +271,7 @@ def columns(cells: list[dict]) -> list[str]:
     """
 
     def mean(cells: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
-        numbers = [scale * row[key] for row in cells if key in row]
-        error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
-        return f"{statistics.fmean(numbers):.{digits}f}{error}" if numbers else ""
+        return mean_error([scale * row[key] for row in cells if key in row], digits)
 
     least = [min(cells, key=lambda row: row["seconds"])]
     agreement = f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%"

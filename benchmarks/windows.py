@@ -9,11 +9,11 @@ the first text, 3,072, in windows of 1,024 and of 256. Cells are not repeated; t
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 
 import torch
+from cells import mean_error
 from common import RESULTS, machine, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,12 +49,8 @@ def table(cells: list[dict]) -> str:
     names, rows = [name for name in cells[0] if isinstance(cells[0][name], dict)], []
     for samples, length in WINDOWS:
         seeds = [cell for cell in cells if (cell["samples"], cell["length"]) == (samples, length)]
-        values = []
-        for name in names if seeds else ():
-            numbers = [cell[name]["kl"] for cell in seeds]
-            error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}" if len(numbers) > 1 else ""
-            values.append(f"{statistics.fmean(numbers):.3f}{error}")
         if seeds:
+            values = [mean_error([cell[name]["kl"] for cell in seeds], 3) for name in names]
             least = min(cell["seconds"] for cell in seeds)
             rows.append([f"{samples} × {length}", str(len(seeds)), *values, f"{least:.0f}"])
     return text_table(["windows", "seeds", *names, "CPU s"], rows, 200)
@@ -73,9 +69,12 @@ def main() -> None:
     results = {"machine": machine(), "versions": versions("torch", "transformers"), "cells": []}
     results = json.loads(path.read_text()) if path.exists() else results
     measured = {(cell["samples"], cell["length"], cell["seed"]) for cell in results["cells"]}
-    wanted = [(*sizes, seed) for seed in options.seeds for sizes in WINDOWS if (*sizes, seed) not in measured]
+    missing = [(*sizes, seed) for seed in options.seeds for sizes in WINDOWS if (*sizes, seed) not in measured]
+    if options.show or not missing:
+        print(table(results["cells"]))
+        return
     dense = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    for samples, length, seed in () if options.show else wanted:
+    for samples, length, seed in missing:
         results["cells"].append(measure(options, samples, length, seed, dense))
         path.write_text(json.dumps(results, indent=1) + "\n")
         print(results["cells"][-1], flush=True)

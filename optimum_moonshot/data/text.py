@@ -51,8 +51,8 @@ Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Prompt = str | Sequence[Mapping[str, Any]]
 Usable = Callable[[Batch], Tensor]  # bool [B], True for the samples of a batch that a run can use
 
-# Tokens of a window that judges, and of a calibration sample, by default at most. More samples are better than longer
-# ones: KL divergence of SmolLM2-135M at 2:4, seed 0, 0.811 by 128 × 256 tokens, 0.822 by 128 × 512 (windows.py).
+# Largest default length, in tokens, of an evaluated window and of a calibration sample. More samples are better than
+# longer ones: KL divergence of SmolLM2-135M at 2:4 0.811 by 128 × 256, 0.822 by 128 × 512 (benchmarks/windows.py).
 LONGEST, LONGEST_SAMPLE = 2048, 256
 NO_TOKENIZER = "give the model's tokenizer, or save it in the model's folder"
 SELF = "self"  # the `calibration` that stands for `SelfCalibration()`
