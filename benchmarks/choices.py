@@ -1,17 +1,17 @@
-"""The choices that docs/choosing.md compares on SmolLM2-135M, from the results of real.py.
+"""The tables of docs/choosing.md about real models, from the results of real.py: choices by goal, and methods.
 
 Usage: python benchmarks/choices.py
 
-prints the table and writes it into the guide: run it after every run of real.py.
+writes the tables into the guide: run it after every run of real.py.
 """
 
 from pathlib import Path
 
 from common import read
-from real import cells_of, columns
+from real import cells_of, figures, markdown
 
 GUIDE = Path(__file__).parents[1] / "docs" / "choosing.md"
-MODEL = "real-SmolLM2-135M-Instruct"
+MODELS = {"SmolLM2": "real-SmolLM2-135M-Instruct", "Gemma": "real-gemma-3-270m"}  # name in the guide → results
 # Goal → setting in Python, setting of real.py, guide; at most six.
 TABLE = {
     "half of the bytes, the same answers": (
@@ -37,23 +37,34 @@ TABLE = {
 
 def table() -> str:
     """The table in Markdown."""
-    measured = cells_of(read(MODEL))
+    measured = cells_of(read(MODELS["SmolLM2"]))
     lines = ["| goal | setting | perplexity | KL | same token | MB | tokens/s | CPU s | guide |"]
     lines.append("|---|---|---:|---:|---:|---:|---:|---:|---|")
-    dense = " | ".join(columns(measured["dense"]))
+    dense = " | ".join(figures(measured["dense"]).values())
     lines.append(f"| the dense model | | {dense} | |")
     for goal, (code, setting, guide) in TABLE.items():
-        lines.append(f"| {goal} | `{code}` | {' | '.join(columns(measured[setting]))} | {guide} |")
+        lines.append(f"| {goal} | `{code}` | {' | '.join(figures(measured[setting]).values())} | {guide} |")
     return "\n".join(lines)
 
 
-def write(rows: str) -> None:
-    """Replace the table of the guide."""
-    header = rows.partition("\n")[0]
-    before, _, rest = GUIDE.read_text(encoding="utf-8").partition(header)
-    GUIDE.write_text(before + rows + "\n\n" + rest.partition("\n\n")[2], encoding="utf-8")
+def marked(name: str) -> tuple[str, str]:
+    """The comments before and after the tables of a model."""
+    return f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+
+
+def write() -> None:
+    """Replace the tables of the guide."""
+    text = GUIDE.read_text(encoding="utf-8")
+    choices = table()
+    before, head, rest = text.partition(choices.partition("\n")[0])
+    assert head, "the guide has no table of choices"
+    text = before + choices + "\n\n" + rest.partition("\n\n")[2]
+    for name, results in MODELS.items():
+        begin, end = marked(name)
+        before, rest = text.split(begin)
+        text = before + begin + markdown(read(results)) + end + rest.split(end)[1]
+    GUIDE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    print(table())
-    write(table())
+    write()

@@ -4,7 +4,7 @@
     python benchmarks/real.py … --settings "2:4, ALPS" "2:4, fast" --seeds 0 1 2 --minutes 60
     python benchmarks/real.py … --show                # tables of the results so far
     python benchmarks/real.py … --phases              # seconds of every phase, beside the forward pass
-    python benchmarks/real.py … --markdown --length 256    # the table of docs/choosing.md
+    python benchmarks/real.py … --markdown            # the tables of docs/choosing.md, of 64 × 256 tokens
 
 `make .venv/.real` installs the models, and the tests in tests/real dequantize them to folders. The texts are those of
 WikiText-2: validation calibrates, test judges. Every cell (setting, seed) runs in a process of its own with one thread,
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,14 +54,17 @@ METHODS = {
     "ALPS": {"solver": "alps", "lam": 1},
     "ALPS, shared": {"solver": "alps", "lam": 0.9, "fisher": "shared"},
     "fast": {"recipe": "fast"},
-    "one-shot": {"recipe": "one-shot"},
-    "one-shot, equal weights": {"recipe": "one-shot", "rotation_weights": "equal"},
-    "one-shot, all rows": {"recipe": "one-shot", "rotation_rows": 2**20, "rotation_steps": 100},
     "recovered": {"recipe": "recovered"},
+}
+ROTATED = {**METHODS["ALPS"], "rotation": "learned"}
+METHODS |= {
+    "ALPS, rotation": ROTATED,
+    "ALPS, rotation, equal weights": {**ROTATED, "rotation_weights": "equal"},
+    "ALPS, rotation, all rows": {**ROTATED, "rotation_rows": 2**20, "rotation_steps": 100},
 }
 METHODS |= {
     f"{name}, {mode}{f' {steps} steps' if steps else ''}": {**METHODS[name], "recover": mode, "recover_steps": steps}
-    for name in ("ALPS", "one-shot")
+    for name in ("ALPS", "ALPS, shared", "ALPS, rotation")
     for mode in ("blockwise", "gradual", "distill")
     for steps in (None, 40)
 }
@@ -91,6 +94,19 @@ SETTINGS |= {
     for embeddings in (16, 8, 4)
 }  # fmt: skip
 SETTINGS["dense"] = {}
+# Method of a row in the tables of a page → its settings at a pattern, of which the first that was measured is shown.
+METHOD_ROWS = {
+    "magnitude": ["magnitude"],
+    "Wanda": ["Wanda"],
+    "Wanda of llm-compressor": ["llm-compressor Wanda"],
+    "SparseGPT": ["SparseGPT"],
+    "SparseGPT of llm-compressor": ["llm-compressor SparseGPT"],
+    "SparseGPT, λ < 1": ["SparseGPT, shared", "SparseGPT, shared 0.5"],
+    "ALPS": ["ALPS"],
+    '`"fast"`': ["fast", "ALPS, shared"],
+    '`"recovered"`': ["recovered"],
+}
+COLUMNS = ("2:4", "4:8", "8:16", "0.5", "0.6", "0.7")
 PASS = "one pass"
 DECODED = 48  # tokens
 EXCLUDED = 1e6  # predicted loss of a part that may not be removed
@@ -264,8 +280,8 @@ def cells_of(results: dict, samples: int = 64, length: int = 256) -> dict[str, l
     return by_setting
 
 
-def columns(cells: list[dict]) -> list[str]:
-    """Perplexity, KL divergence, agreement, MB, tokens per second and CPU seconds of a setting.
+def figures(cells: list[dict]) -> dict[str, str]:
+    """The figures of a setting, formatted, by the heads of their columns.
 
     Seconds and speed are those of the fastest seed, since other work slows a run down.
     """
@@ -274,23 +290,58 @@ def columns(cells: list[dict]) -> list[str]:
         return mean_error([scale * row[key] for row in cells if key in row], digits)
 
     least = [min(cells, key=lambda row: row["seconds"])]
-    agreement = f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%"
-    values = [mean(cells, "perplexity", 1), mean(cells, "kl", 3), agreement, mean(least, "bytes", 0, 1e-6)]
-    return [*values, mean(least, "tokens_per_second", 1), mean(least, "seconds", 0)]
+    return {
+        "perplexity": mean(cells, "perplexity", 1),
+        "KL": mean(cells, "kl", 3),
+        "same token": f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%",
+        "MB": mean(least, "bytes", 0, 1e-6),
+        "tokens/s": mean(least, "tokens_per_second", 1),
+        "CPU s": mean(least, "seconds", 0),
+    }
 
 
-def markdown(results: dict, samples: int = 64, length: int = 256) -> str:
-    """The table of a page, by ascending KL divergence."""
+def figures_of_methods(results: dict) -> dict[str, list[dict[str, str]]]:
+    """Each measured method → its figures at every pattern, empty where there are none."""
+    by_setting, methods = cells_of(results), {}
+    for label, names in METHOD_ROWS.items():
+        at_patterns = [[cells for name in names if (cells := by_setting.get(f"{at}, {name}"))] for at in COLUMNS]
+        if any(at_patterns):
+            methods[label] = [figures(cells[0]) if cells else {} for cells in at_patterns]
+    return methods
 
-    def label(setting: str) -> str:
-        setting = setting.replace(", shared 0.5", ", λ = 0.5").replace(", shared", ", λ = 0.9")
-        return re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", setting)
 
-    by_setting = cells_of(results, samples, length)
-    shown = {name: cells for name, cells in by_setting.items() if "statistics" not in name and "alone" not in name}
-    ordered = sorted(shown, key=lambda name: statistics.fmean(row["kl"] for row in shown[name]))
-    head = ["| | perplexity | KL | same token | MB | tokens/s | CPU s |", "|---|---:|---:|---:|---:|---:|---:|"]
-    return "\n".join([*head, *(f"| {label(name)} | {' | '.join(columns(shown[name]))} |" for name in ordered)])
+def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    rules = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rules, *rows))
+
+
+def markdown(results: dict) -> str:
+    """The tables of a page: methods by patterns, and every other setting by ascending KL divergence."""
+    methods = figures_of_methods(results)
+    divergences, predictions = [], []
+    for method, at_patterns in methods.items():
+        seconds = sorted(int(each["CPU s"]) for each in at_patterns if each)
+        spent = f"{seconds[0]} to {seconds[-1]}" if seconds[0] < seconds[-1] else str(seconds[0])
+        divergences.append([method, *(each.get("KL", "") for each in at_patterns), spent])
+        predictions.append(
+            [method, *(f"{each['perplexity']}, {each['same token']}" if each else "" for each in at_patterns)]
+        )
+    predictions += [[name, *(each.get(name, "") for each in methods["SparseGPT"])] for name in ("MB", "tokens/s")]
+    in_methods = {f"{at}, {name}" for at in COLUMNS for names in METHOD_ROWS.values() for name in names}
+    elsewhere = re.compile("statistics|alone|rotation")  # in other pages
+    others = {
+        re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", name.replace(", shared", ", λ = 0.9")): cells
+        for name, cells in cells_of(results).items()
+        if name not in in_methods and not elsewhere.search(name)
+    }
+    ordered = sorted(others, key=lambda name: statistics.fmean(row["kl"] for row in others[name]))
+    tables = (
+        markdown_table(["KL", *COLUMNS, "CPU s"], divergences),
+        markdown_table(["perplexity, same token", *COLUMNS], predictions),
+        markdown_table(["", *figures(others["dense"])], [[name, *figures(others[name]).values()] for name in ordered]),
+    )
+    return "\n\n".join(tables)
 
 
 def phases(results: dict) -> str:
@@ -344,7 +395,7 @@ def main() -> None:
             path.write_text(json.dumps(results, indent=1) + "\n")
             print(*key, {name: round(value, 3) for name, value in row.items() if name != "phases"}, flush=True)
     if options.markdown:
-        print(markdown(results, options.samples, options.length))
+        print(markdown(results))
     else:
         print(phases(results) if options.phases else tables(results))
 

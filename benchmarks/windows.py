@@ -22,6 +22,7 @@ from optimum_moonshot.reports.tables import text_table
 
 WINDOWS = ((16, 1024), (32, 512), (64, 256), (128, 128), (64, 512), (128, 256), (128, 512), (256, 256))
 JUDGED, TOKENS = (1024, 256), (4096, 3072)
+KEYS = ("calibration", "samples", "length", "seed")  # of a cell
 
 
 def measure(options: argparse.Namespace, samples: int, length: int, seed: int, dense: torch.nn.Module) -> dict:
@@ -32,7 +33,8 @@ def measure(options: argparse.Namespace, samples: int, length: int, seed: int, d
     started = time.process_time()
     config = MoonshotConfig(solver="sparsegpt", pattern="2:4", lam=1, **sizes)
     MoonshotPruner(pruned, config, tokenizer).prune(options.calibration, progress=False)
-    row = {"samples": samples, "length": length, "seed": seed, "seconds": time.process_time() - started}
+    row = {"calibration": Path(options.calibration).stem, **dict(zip(KEYS[1:], (samples, length, seed), strict=True))}
+    row["seconds"] = time.process_time() - started
     pruned.float()
     for number, text in enumerate(options.judge):
         for judged in JUDGED:
@@ -46,14 +48,14 @@ def measure(options: argparse.Namespace, samples: int, length: int, seed: int, d
 
 def table(cells: list[dict]) -> str:
     """Mean and standard error of the KL divergence over the seeds."""
-    names, rows = [name for name in cells[0] if isinstance(cells[0][name], dict)], []
-    for samples, length in WINDOWS:
-        seeds = [cell for cell in cells if (cell["samples"], cell["length"]) == (samples, length)]
-        if seeds:
-            values = [mean_error([cell[name]["kl"] for cell in seeds], 3) for name in names]
-            least = min(cell["seconds"] for cell in seeds)
-            rows.append([f"{samples} × {length}", str(len(seeds)), *values, f"{least:.0f}"])
-    return text_table(["windows", "seeds", *names, "CPU s"], rows, 200)
+    names, by_windows = [name for name in cells[0] if isinstance(cells[0][name], dict)], {}
+    for cell in cells:
+        by_windows.setdefault((cell["calibration"], f"{cell['samples']} × {cell['length']}"), []).append(cell)
+    rows = []
+    for key, seeds in by_windows.items():
+        values = [mean_error([cell[name]["kl"] for cell in seeds], 3) for name in names]
+        rows.append([*key, str(len(seeds)), *values, f"{min(cell['seconds'] for cell in seeds):.0f}"])
+    return text_table(["calibrated on", "windows", "seeds", *names, "CPU s"], rows, 200)
 
 
 def main() -> None:
@@ -62,19 +64,22 @@ def main() -> None:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--judge", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--lengths", nargs="+", type=int, help="measure windows of these lengths alone")
     parser.add_argument("--show", action="store_true", help="print the results so far")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "windows.json"
     results = {"machine": machine(), "versions": versions("torch", "transformers"), "cells": []}
     results = json.loads(path.read_text()) if path.exists() else results
-    measured = {(cell["samples"], cell["length"], cell["seed"]) for cell in results["cells"]}
-    missing = [(*sizes, seed) for seed in options.seeds for sizes in WINDOWS if (*sizes, seed) not in measured]
+    measured = {tuple(cell[key] for key in KEYS) for cell in results["cells"]}
+    windows = [sizes for sizes in WINDOWS if not options.lengths or sizes[1] in options.lengths]
+    wanted = [(Path(options.calibration).stem, *sizes, seed) for seed in options.seeds for sizes in windows]
+    missing = [key for key in wanted if key not in measured]
     if options.show or not missing:
         print(table(results["cells"]))
         return
     dense = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    for samples, length, seed in missing:
+    for _, samples, length, seed in missing:
         results["cells"].append(measure(options, samples, length, seed, dense))
         path.write_text(json.dumps(results, indent=1) + "\n")
         print(results["cells"][-1], flush=True)

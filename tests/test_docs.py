@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from statistics import fmean, stdev
+from statistics import fmean
 
 import huggingface_hub
 import pytest
@@ -135,22 +135,21 @@ def test_figures_of_the_readme_are_in_the_guide():
     assert not [cell for row in rows for cell in map(str.strip, row) if cell != "100%" and cell not in guide]
 
 
-def test_the_table_of_the_pretrained_model_is_that_of_the_benchmark(monkeypatch):
+@pytest.mark.parametrize("name", ["SmolLM2", "Gemma"])
+def test_the_tables_of_a_real_model_are_those_of_the_benchmark(monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    real = importlib.import_module("real")
-    results = json.loads(read("benchmarks/results/real-SmolLM2-135M-Instruct.json"))
-    table = read("docs/choosing.md").partition("<!-- SmolLM2 -->\n")[2].partition("\n<!-- end of SmolLM2 -->")[0]
-    assert table == real.markdown(results) and table.count("\n") > 20
+    choices = importlib.import_module("choices")
+    begin, end = choices.marked(name)
+    tables = read("docs/choosing.md").partition(begin)[2].partition(end)[0]
+    assert tables == choices.markdown(choices.read(choices.MODELS[name])) and tables.count("\n") > 20
 
 
-@pytest.mark.parametrize(
-    ("row", "name"),
-    [("magnitude", "magnitude"), ("Wanda, λ = 1", "wanda λ=1"), ("SparseGPT, λ = 1", "sparsegpt λ=1")],
-)
-def test_figures_are_those_of_the_benchmark(row, name):
-    runs = json.loads(read("benchmarks/results/quality.json"))["results"]["perplexity"][name]
-    shown = [f"{fmean(runs[s]):.1f} ± {stdev(runs[s]) / len(runs[s]) ** 0.5:.1f}" for s in ("0.6", "0.7", "0.8", "2:4")]
-    assert f"| {row} | {' | '.join(shown)} |" in read("docs/choosing.md")
+def test_figures_of_the_demo_are_those_of_the_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    choices, cells = (importlib.import_module(name) for name in ("choices", "cells"))
+    dense = choices.read("quality")["perplexity"]["sparsegpt λ=1"]["0.8"]
+    recipe = cells.gather(choices.read("beyond-llama"), "0.8", "ALPS, basis, shares", 0.5)
+    assert f'perplexity of {fmean(dense):.1f}, `"one-shot"` of {fmean(recipe):.1f}' in read("docs/choosing.md")
 
 
 def test_the_packages_are_listed_from_top_to_bottom():
@@ -192,6 +191,8 @@ def test_the_choices_of_the_guide_are_the_measured_ones():
 
     table = choices.table()
     assert table in read("docs/choosing.md") and len(table.splitlines()) <= 9  # six choices are read in a minute
+    fast, alps = (real.configuration(real.SETTINGS[f"2:4, {name}"], {}) for name in ("fast", "ALPS, shared"))
+    assert fast == alps  # which the tables show for n:m
     names = {"MoonshotConfig": optimum_moonshot.MoonshotConfig, "recipe": optimum_moonshot.MoonshotConfig.recipe}
     for code, setting, _ in choices.TABLE.values():
         fields = real.SETTINGS[setting]

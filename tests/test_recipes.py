@@ -19,15 +19,17 @@ def test_settings_of_each_recipe():
     assert config == MoonshotConfig.recipe(0.8, "fast")
     assert (config.solver, config.fisher, config.rotation, config.allocation) == ("alps", "shared", None, "fisher")
     config = MoonshotConfig.recipe("2:4", "fast")
-    assert (config.pattern, config.lam, config.rotation, config.allocation) == ("2:4", 1.0, None, "uniform")
+    assert (config.pattern, config.lam, config.fisher, config.rotation) == ("2:4", 0.9, "shared", None)
+    assert config.allocation == "uniform"
     config = MoonshotConfig.recipe(0.8, "one-shot")
     assert (config.solver, config.sparsity, config.lam) == ("alps", 0.8, 0.5)
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
     config = MoonshotConfig.recipe("2:4", "one-shot")
-    assert (config.pattern, config.rotation, config.allocation, config.recover) == ("2:4", "learned", "uniform", None)
-    for pattern in (0.8, "2:4"):
+    assert (config.pattern, config.lam, config.rotation, config.recover) == ("2:4", 1.0, "learned", None)
+    assert config.allocation == "uniform"
+    for pattern, lam in ((0.8, 0.5), ("2:4", 1.0)):
         config, trained = MoonshotConfig.recipe(pattern, "fast"), MoonshotConfig.recipe(pattern, "recovered")
-        assert trained == dataclasses.replace(config, recover="distill", recover_steps=40)
+        assert trained == dataclasses.replace(config, lam=lam, recover="distill", recover_steps=40)
 
 
 @pytest.mark.parametrize("budget", RECIPES)
