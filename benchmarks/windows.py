@@ -33,7 +33,7 @@ def measure(options: argparse.Namespace, samples: int, length: int, seed: int, d
     started = time.process_time()
     config = MoonshotConfig(solver="sparsegpt", pattern="2:4", lam=1, **sizes)
     MoonshotPruner(pruned, config, tokenizer).prune(options.calibration, progress=False)
-    row = {"calibration": Path(options.calibration).stem, **dict(zip(KEYS[1:], (samples, length, seed), strict=True))}
+    row = {"calibration": Path(options.calibration).stem, "samples": samples, "length": length, "seed": seed}
     row["seconds"] = time.process_time() - started
     pruned.float()
     for number, text in enumerate(options.judge):
