@@ -53,6 +53,7 @@ METHODS = {
     "SparseGPT, rows": {"solver": "sparsegpt", "lam": 0.9, "fisher": "rows"},
     "ALPS": {"solver": "alps", "lam": 1},
     "ALPS, shared": {"solver": "alps", "lam": 0.9, "fisher": "shared"},
+    "ALPS, shared 0.5": {"solver": "alps", "lam": 0.5, "fisher": "shared"},
     "fast": {"recipe": "fast"},
     "recovered": {"recipe": "recovered"},
 }
@@ -74,7 +75,17 @@ METHODS |= {f"llm-compressor {name}": {"peer": name} for name in ("SparseGPT", "
 # Setting → fields of the configuration, or a target of `shrink`.
 SETTINGS = {f"{pattern}, {name}": {**PATTERNS[pattern], **METHODS[name]} for pattern in PATTERNS for name in METHODS}
 SETTINGS |= {f"{bits} bits, {name}": {"bits": bits, **METHODS[name]} for bits in (8, 4, 3) for name in METHODS}
-SETTINGS |= {f"2:4 and 4 bits, {name}": {"pattern": "2:4", "bits": 4, **METHODS[name]} for name in METHODS}
+SETTINGS |= {
+    f"{pattern} and {bits} bits, {name}": {**PATTERNS[pattern], "bits": bits, **METHODS[name]}
+    for pattern in PATTERNS
+    for bits in (4, 3)
+    for name in METHODS
+}
+SETTINGS |= {
+    f"{size} bits per weight, {name}": {"bits_per_weight": size, "allocation": "fisher", **METHODS[name]}
+    for size in (3.13, 2.73)
+    for name in METHODS
+}
 SHARES = (0.9, 0.75)  # of the parameters, after `shrink`
 SETTINGS |= {f"shrink {share}": {"parameters": share} for share in SHARES}
 SETTINGS |= {
@@ -316,6 +327,16 @@ def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rules, *rows))
 
 
+def settings_table(by_setting: dict[str, list[dict]]) -> str:
+    """The figures of settings, by ascending KL divergence."""
+    columns, rows = list(figures(next(iter(by_setting.values())))), []
+    for name, cells in sorted(by_setting.items(), key=lambda item: statistics.fmean(row["kl"] for row in item[1])):
+        label = name.replace(", shared 0.5", ", λ = 0.5").replace(", shared", ", λ = 0.9").replace("fast", '`"fast"`')
+        label = re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", label)
+        rows.append([label, *figures(cells).values()])
+    return markdown_table(["", *columns], rows)
+
+
 def markdown(results: dict) -> str:
     """The tables of a page: methods by patterns, and every other setting by ascending KL divergence."""
     methods = figures_of_methods(results)
@@ -329,19 +350,24 @@ def markdown(results: dict) -> str:
         )
     predictions += [[name, *(each.get(name, "") for each in methods["SparseGPT"])] for name in ("MB", "tokens/s")]
     in_methods = {f"{at}, {name}" for at in COLUMNS for names in METHOD_ROWS.values() for name in names}
-    elsewhere = re.compile("statistics|alone|rotation")  # in other pages
+    elsewhere = re.compile("statistics|alone|rotation|and . bits|per weight|bits.*shared")  # in other pages
     others = {
-        re.sub(r"^shrink ([0-9.]+)", r"`shrink(parameters=\1)`", name.replace(", shared", ", λ = 0.9")): cells
+        name: cells
         for name, cells in cells_of(results).items()
         if name not in in_methods and not elsewhere.search(name)
     }
-    ordered = sorted(others, key=lambda name: statistics.fmean(row["kl"] for row in others[name]))
     tables = (
         markdown_table(["KL", *COLUMNS, "CPU s"], divergences),
         markdown_table(["perplexity, same token", *COLUMNS], predictions),
-        markdown_table(["", *figures(others["dense"])], [[name, *figures(others[name]).values()] for name in ordered]),
+        settings_table(others),
     )
     return "\n\n".join(tables)
+
+
+def quantized_markdown(results: dict) -> str:
+    """The settings that round weights, by ascending KL divergence."""
+    by_setting = cells_of(results).items()
+    return settings_table({name: cells for name, cells in by_setting if "bits" in name and "statistics" not in name})
 
 
 def phases(results: dict) -> str:

@@ -214,8 +214,7 @@ class MoonshotConfig(Options):
         self._require(self.recover != "gradual" or not experts, "recover", message)
         if self.has_budget:
             budget = "target_bytes" if self.bits_per_weight is None else "bits_per_weight"
-            single = self.target_bytes is None or self.bits_per_weight is None
-            self._require(single, budget, "give it or target_bytes")
+            self._require(None in (self.target_bytes, self.bits_per_weight), budget, "give it or target_bytes")
             self._require(by_fisher, "allocation", "allocation='fisher' divides it")
             message = f"{budget}={getattr(self, budget)!r} determines the sparsity of each matrix; leave it out"
             self._require(self.pattern == Unstructured.kind, "pattern", message)
@@ -241,9 +240,8 @@ class MoonshotConfig(Options):
             require(isinstance(rule, solver.patterns), message, field=f"allocation[{key!r}]", value=entry)
         for name, field in OPTIONS.items():
             why = field.metadata.get("experts")
-            if self.pattern == Experts.kind and why is not None:
-                message = f"pattern={self.pattern!r} {why}; leave one of them out"
-                self._require(getattr(self, name) in (field.default, False), name, message)
+            valid = why is None or self.pattern != Experts.kind or getattr(self, name) in (field.default, False)
+            self._require(valid, name, f"pattern={self.pattern!r} {why}; leave one of them out")
 
     def _set_solver_options(self, solver: type[Solver]) -> None:
         """Check the solver's hyperparameters, and store each once: the shared ones in their fields."""
@@ -392,11 +390,11 @@ class MoonshotConfig(Options):
         return json.dumps(_whole_numbers(values))
 
     @classmethod
-    def recipe(cls, pattern: str | float, budget: str = "fast", **changes: Any) -> "MoonshotConfig":
+    def recipe(cls, pattern: str | float | None = None, budget: str = "fast", **changes: Any) -> "MoonshotConfig":
         """Return the settings that the measurements recommend (docs/choosing.md).
 
         Args:
-            pattern: the fraction of the weights to remove, "n:m", or "n:4" with a `sparsity`.
+            pattern: the fraction of the weights to remove, "n:m", or "n:4" with a `sparsity`; None with a size.
             budget: "fast" is the solver ALPS with a Fisher term that the rows share: at a sparsity with λ = 0.5 and a
                 sparsity budget for each layer; for n:m with λ = 0.9. "one-shot" is "fast" in a learned basis, for n:m
                 with λ = 1: it gains much on models of a few million parameters, 2% to 5% of the perplexity of
@@ -410,10 +408,12 @@ class MoonshotConfig(Options):
         """
         check_choice("budget", budget, tuple(RECIPES))
         message = f"no recipe of {truncated_repr(pattern)}"
-        hint = 'give a sparsity such as 0.7, "n:m" such as "2:4", or "n:4" with `sparsity`'
+        hint = 'give a sparsity such as 0.7, "n:m" such as "2:4", "n:4" with `sparsity`, or a size'
+        if pattern is None and (changes.get("bits_per_weight") or changes.get("target_bytes")):
+            pattern = 0.0  # the size determines it
         number = isinstance(pattern, int | float) and not isinstance(pattern, bool)
         require(number or isinstance(pattern, str), message, hint=hint)
-        fields = {**({"sparsity": float(pattern)} if number else {"pattern": pattern}), **changes}
+        fields = {"sparsity" if number else "pattern": pattern, **changes}
         parsed = parse_pattern(fields.get("pattern", Unstructured.kind), fields.get("sparsity"))
         require(not isinstance(parsed, Structured | Experts), message, hint=hint)
         unstructured, fixed = RECIPES[budget]

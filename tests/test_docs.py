@@ -136,12 +136,13 @@ def test_figures_of_the_readme_are_in_the_guide():
 
 
 @pytest.mark.parametrize("name", ["SmolLM2", "Gemma"])
-def test_the_tables_of_a_real_model_are_those_of_the_benchmark(monkeypatch, name):
+@pytest.mark.parametrize("page, least", [("choosing.md", 20), ("quantize.md", 4)])
+def test_the_tables_of_a_real_model_are_those_of_the_benchmark(monkeypatch, page, least, name):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     choices = importlib.import_module("choices")
     begin, end = choices.marked(name)
-    tables = read("docs/choosing.md").partition(begin)[2].partition(end)[0]
-    assert tables == choices.markdown(choices.read(choices.MODELS[name])) and tables.count("\n") > 20
+    tables = read(f"docs/{page}").partition(begin)[2].partition(end)[0]
+    assert tables == choices.marked_tables()[page, name] and tables.count("\n") >= least
 
 
 def test_figures_of_the_demo_are_those_of_the_benchmark(monkeypatch):

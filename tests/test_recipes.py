@@ -38,6 +38,17 @@ def test_every_recipe_allocates_a_mixture_of_n_m(budget):
     assert (config.pattern, config.sparsity, config.allocation) == ("n:4", 0.5, "fisher")
 
 
+@pytest.mark.parametrize("size", [{"bits_per_weight": 3.1}, {"target_bytes": "71MB"}])
+def test_a_size_takes_the_place_of_a_sparsity(size):
+    config = MoonshotConfig.recipe(bits=4, **size)
+    options = {"solver": "alps", "lam": 0.5, "fisher": "shared", "allocation": "fisher"}
+    assert config == MoonshotConfig(bits=4, **size, **options) == MoonshotConfig.recipe(0, bits=4, **size)
+    with pytest.raises(MoonshotError, match="determines the sparsity of each matrix"):
+        MoonshotConfig.recipe(0.5, **size)
+    with pytest.raises(MoonshotError, match="no recipe of None"):
+        MoonshotConfig.recipe(**dict.fromkeys(size))
+
+
 def test_explicit_fields_override_the_recipe():
     config = MoonshotConfig.recipe(0.6, "one-shot", lam=1, rotation=None, num_samples=16)
     assert (config.lam, config.rotation, config.num_samples, config.allocation) == (1, None, 16, "fisher")
@@ -69,4 +80,4 @@ def test_the_command_needs_a_pattern_or_a_sparsity(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["prune", "examples/demo_model", "--recipe", "one-shot", "--output", str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "--recipe one-shot: give a --sparsity, or a --pattern 2:4" in capsys.readouterr().err
+    assert "--recipe one-shot: give a --sparsity, a --pattern 2:4, or a --target-bytes" in capsys.readouterr().err

@@ -284,8 +284,8 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
             group.add_argument(
                 "--recipe",
                 choices=tuple(RECIPES),
-                help="recommended settings for a --sparsity or an n:m --pattern: paper, the paper's own; fast, a "
-                "better solver and a sparsity budget for each layer; one-shot, also a learned basis; "
+                help="recommended settings for a --sparsity, an n:m --pattern or a size: paper, the paper's own; "
+                "fast, a better solver and a sparsity budget for each layer; one-shot, also a learned basis; "
                 "recovered, fast with distillation. Other options override them",
             )
         for name in (field.name for field in fields):
@@ -316,9 +316,9 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
         if budget is None:
             return MoonshotConfig(**fields)
         pattern = "pattern" if "pattern" in fields else "sparsity"
-        hint = "give a --sparsity, or a --pattern 2:4"
-        expect(pattern in fields, hint, field="recipe", value=budget)
-        return MoonshotConfig.recipe(fields.pop(pattern), budget, **fields)
+        sized = bool(fields.keys() & {pattern, "bits_per_weight", "target_bytes"})
+        expect(sized, "give a --sparsity, a --pattern 2:4, or a --target-bytes 500MB", field="recipe", value=budget)
+        return MoonshotConfig.recipe(fields.pop(pattern, None), budget, **fields)
 
 
 def _read_allocation(value: str) -> str | dict[str, Any]:
