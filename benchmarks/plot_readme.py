@@ -32,6 +32,7 @@ SMOLLM2 = {
     "quantized, no weight removed": (
         {"8 bits, magnitude": "8 bits", "4 bits, ALPS": "4 bits", "3 bits, ALPS": "3 bits"}, GRAY, 1,
     ),
+    "sparse and quantized": ({"0.5 and 4 bits, fast": "0.5, 4 bits"}, "#c08a2b", 1),
     "sparse": ({"0.3, SparseGPT": "0.3", "0.5, fast": "0.5", "0.7, fast": "0.7"}, RED, -1),
     "n:m": ({"6:8, SparseGPT": "6:8", "8:16, ALPS": "8:16", "2:4, ALPS": "2:4"}, BLUE, 1),
     "distilled": ({"0.5, recovered": "0.5", "2:4, recovered": "2:4"}, VIOLET, 1),

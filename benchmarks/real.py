@@ -350,7 +350,7 @@ def markdown(results: dict) -> str:
         )
     predictions += [[name, *(each.get(name, "") for each in methods["SparseGPT"])] for name in ("MB", "tokens/s")]
     in_methods = {f"{at}, {name}" for at in COLUMNS for names in METHOD_ROWS.values() for name in names}
-    elsewhere = re.compile("statistics|alone|rotation|and . bits|per weight|bits.*shared")  # in other pages
+    elsewhere = re.compile("statistics|alone|rotation|bits")  # in other pages
     others = {
         name: cells
         for name, cells in cells_of(results).items()
