@@ -1,11 +1,13 @@
 """Recipes: named settings that the measurements recommend."""
 
+import argparse
 import dataclasses
 
 import pytest
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
 from optimum_moonshot.__main__ import main
+from optimum_moonshot.commands.common import add_method_options, make_config
 from optimum_moonshot.options import RECIPES
 
 
@@ -80,4 +82,11 @@ def test_the_command_needs_a_pattern_or_a_sparsity(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["prune", "examples/demo_model", "--recipe", "one-shot", "--output", str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "--recipe one-shot: give a --sparsity, a --pattern 2:4, or a --target-bytes" in capsys.readouterr().err
+    assert "--recipe one-shot: give a --sparsity, a --pattern 2:4 or a --target-bytes" in capsys.readouterr().err
+
+
+def test_the_command_takes_a_size():
+    parser = argparse.ArgumentParser()
+    add_method_options(parser)
+    config = make_config(parser.parse_args(["--recipe", "fast", "--target-bytes", "71MB", "--bits", "4"]))
+    assert config == MoonshotConfig.recipe(target_bytes="71MB", bits=4)

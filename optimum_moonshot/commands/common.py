@@ -316,8 +316,8 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
         if budget is None:
             return MoonshotConfig(**fields)
         pattern = "pattern" if "pattern" in fields else "sparsity"
-        sized = bool(fields.keys() & {pattern, "bits_per_weight", "target_bytes"})
-        expect(sized, "give a --sparsity, a --pattern 2:4, or a --target-bytes 500MB", field="recipe", value=budget)
+        has_target = bool(fields.keys() & {pattern, "bits_per_weight", "target_bytes"})
+        expect(has_target, "give a --sparsity, a --pattern 2:4 or a --target-bytes 500MB", field="recipe", value=budget)
         return MoonshotConfig.recipe(fields.pop(pattern, None), budget, **fields)
 
 
