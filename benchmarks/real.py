@@ -302,7 +302,7 @@ def figures(cells: list[dict]) -> dict[str, str]:
 
     least = [min(cells, key=lambda row: row["seconds"])]
     return {
-        "perplexity": mean(cells, "perplexity", 1),
+        "perplexity": mean(cells, "perplexity", 0 if least[0]["perplexity"] > 1000 else 1),
         "KL": mean(cells, "kl", 3),
         "same token": f"{100 * statistics.fmean(row['agreement'] for row in cells):.1f}%",
         "MB": mean(least, "bytes", 0, 1e-6),

@@ -396,7 +396,7 @@ class MoonshotConfig(Options):
         Args:
             pattern: the fraction of the weights to remove, "n:m", or "n:4" with a `sparsity`; None with a size.
             budget: "fast" is the solver ALPS with a Fisher term that the rows share: at a sparsity or a size with λ =
-                0.5 and a sparsity budget for each layer; for n:m with λ = 0.9. "one-shot" is "fast" in a learned basis,
+                0.5 and a sparsity for each layer; for n:m with λ = 0.9. "one-shot" is "fast" in a learned basis,
                 for n:m with λ = 1: it gains much on models of a few million parameters, 2% to 5% of the perplexity of
                 SmolLM2-135M, at two to four times the cost. "recovered" is "fast", for n:m with λ = 1, and 40 steps of
                 distillation from the dense model where 16 to 20 bytes per parameter fit, else block by block. "paper"
