@@ -62,7 +62,9 @@ KINDS = (*COMMANDS, WIDTH, *SAVES)
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 IN_A_ROW = 4
 LONGEST = 120  # seconds; no command takes as long
-ABOUT_KILLS = re.compile(r"reused from an interrupted run|were discarded and recomputed")
+# Notes about reused results, and about passes, which a rerun does not need if it has the results of all layers.
+PASSES = "statistics recomputed on the pruned prefix|token weights of the Fisher term"
+ABOUT_KILLS = re.compile(rf"reused from an interrupted run|were discarded and recomputed|{PASSES}")
 REFUSED = re.compile("another command writes there|it is not empty")
 MEETINGS = [
     ("prune", "prune"), ("prune", "recover"), ("prune", "distill"), ("sweep", "sweep"), ("prune", "convert to packed"),
@@ -217,7 +219,8 @@ def files(folder):
         content = path.read_bytes()
         if path.suffix in (".json", ".md"):
             lines = content.decode().splitlines()
-            lines = [line for line in lines if not ABOUT_KILLS.search(line)]
+            # Without commas: one of these lines may be the last of several notes.
+            lines = [line.rstrip(",") for line in lines if not ABOUT_KILLS.search(line)]
             content = "\n".join(lines).replace('"notes": [\n  ]', '"notes": []').encode()
         contents[path.relative_to(folder).as_posix()] = content
     return contents
