@@ -215,10 +215,11 @@ class MoonshotConfig(Options):
         if self.has_budget:
             budget = "target_bytes" if self.bits_per_weight is None else "bits_per_weight"
             self._require(None in (self.target_bytes, self.bits_per_weight), budget, "give it or target_bytes")
-            self._require(by_fisher, "allocation", "allocation='fisher' divides it")
-            message = f"{budget}={getattr(self, budget)!r} determines the sparsity of each matrix; leave it out"
+            size = f"{budget}={getattr(self, budget)!r}"
+            message = f"{size} determines the sparsity of each matrix; leave it out"
             self._require(self.pattern == Unstructured.kind, "pattern", message)
             self._require(not self.sparsity, "sparsity", message)
+            self._require(by_fisher, "allocation", f"only allocation='fisher' divides {size} among the matrices")
         rounds = self.bits is not None or self.has_budget or self.embedding_bits != 4
         message = "only a model with quantized layers has quantized embeddings; give `bits` too"
         self._require(rounds, "embedding_bits", message)

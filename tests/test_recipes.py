@@ -45,8 +45,11 @@ def test_a_size_takes_the_place_of_a_sparsity(size):
     config = MoonshotConfig.recipe(bits=4, **size)
     options = {"solver": "alps", "lam": 0.5, "fisher": "shared", "allocation": "fisher"}
     assert config == MoonshotConfig(bits=4, **size, **options) == MoonshotConfig.recipe(0, bits=4, **size)
-    with pytest.raises(MoonshotError, match="determines the sparsity of each matrix"):
-        MoonshotConfig.recipe(0.5, **size)
+    for pattern in (0.5, "2:4"):
+        with pytest.raises(MoonshotError, match="determines the sparsity of each matrix"):
+            MoonshotConfig.recipe(pattern, **size)
+    with pytest.raises(MoonshotError, match=r"only allocation='fisher' divides \w+=.* among the matrices"):
+        MoonshotConfig.recipe(budget="paper", **size)
     with pytest.raises(MoonshotError, match="no recipe of None"):
         MoonshotConfig.recipe(**dict.fromkeys(size))
 

@@ -36,9 +36,8 @@ class LossCurve:
     experts: tuple["LossCurve", ...] = ()  # of its experts, whose losses sum to these; may be empty
     # Bits → losses of the survivors rounded to these, at sparsity 0 and at `sparsities`.
     quantized: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    dead: float = (
-        0.0  # fraction of the weights that every mask removes: zeros, and all weights of inputs that are always 0
-    )
+    # Fraction of the weights that every mask removes: zeros, and all weights of inputs that are always 0.
+    dead: float = 0.0
 
     def of_bits(self, bits: int) -> "LossCurve":
         """The curve of survivors rounded to some bits, whose first point is at sparsity 0."""
