@@ -369,7 +369,7 @@ def pruning_code(report: PruneReport, source: str | None, architecture: str, nam
     else:
         option, scale = _TARGETS[report.shrink.unit]
         budget = report.shrink.budget * scale
-        target: dict[str, Any] = {option: int(budget) if budget == int(budget) else budget}
+        target: dict[str, Any] = {option: int(budget) if budget % 1 == 0 else budget}
         if report.shrink.batch_shape is not None:
             target["batch_shape"] = report.shrink.batch_shape
         lines.append(_call("pruner.shrink", *data, **target))

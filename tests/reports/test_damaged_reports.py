@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 
 import pytest
@@ -153,6 +154,12 @@ def test_a_hostile_value_in_a_report(saved, tmp_path):
     check_folder(saved, tmp_path, 1, 3)
     check_card(saved, tmp_path, 5, 3)
     check_sweep(tmp_path, 2, 3)
+
+
+@pytest.mark.parametrize("budget", [math.nan, math.inf])
+def test_a_card_shows_a_target_that_is_no_number(saved, budget):
+    report = PruneReport.from_dict(replaced({**saved[1], **RARE}, ("shrink", "budget"), budget))
+    assert f"parameters={budget}" in render(report, Facts.read(saved[0], "name", "dense")).content
 
 
 @pytest.mark.slow
