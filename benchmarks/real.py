@@ -300,7 +300,7 @@ def figures(cells: list[dict]) -> dict[str, str]:
     def mean(cells: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
         return mean_error([scale * row[key] for row in cells if key in row], digits)
 
-    least = [min(cells, key=lambda row: (row["seconds"], -row.get("tokens_per_second", 0)))]
+    least = [min(cells, key=lambda row: row["seconds"])]
     return {
         "perplexity": mean(cells, "perplexity", 0 if least[0]["perplexity"] > 1000 else 1),
         "KL": mean(cells, "kl", 3),
